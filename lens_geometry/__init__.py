@@ -1,0 +1,51 @@
+"""lens_geometry: is it the direction or the size of an update that matters?
+
+import lens_geometry as lg
+
+model = lg.load_model("smollm2-135m")
+lg.profile(model, lg.load_text("austen")).plot()
+with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
+    loss = model("It is a truth universally acknowledged", return_type="loss")
+"""
+
+from lens_geometry.data import Text, Tokens, load_text, tokenize
+from lens_geometry.edits import Batch, applied, observe, scale
+from lens_geometry.errors import LensGeometryError
+from lens_geometry.experiments import (
+    ProfileSettings,
+    ScalingSettings,
+    profile,
+    scaling_sweep,
+    site_table,
+    validate,
+)
+from lens_geometry.geometry import decompose, measure, scale_components
+from lens_geometry.models import describe, known_models, load_model
+from lens_geometry.report import write_report
+from lens_geometry.results import Result
+
+__all__ = [
+    "Batch",
+    "LensGeometryError",
+    "ProfileSettings",
+    "Result",
+    "ScalingSettings",
+    "Text",
+    "Tokens",
+    "applied",
+    "decompose",
+    "describe",
+    "known_models",
+    "load_model",
+    "load_text",
+    "measure",
+    "observe",
+    "profile",
+    "scale",
+    "scale_components",
+    "scaling_sweep",
+    "site_table",
+    "tokenize",
+    "validate",
+    "write_report",
+]

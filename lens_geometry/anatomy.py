@@ -1,0 +1,271 @@
+"""What a live model is seen to have: one small forward pass, and every site checked before it is trusted.
+
+`inspect` records, layer by layer, the real shapes and whether each site's identity holds; `require` refuses a
+site that is not what its name says, with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Int
+from torch import Tensor
+
+from lens_geometry.errors import HookError, ModelError, SiteError
+from lens_geometry.sites import GROUPINGS, HOOKS, SITES, Activations, Grouping, Site, choose_layers, expand_kv
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""How far an identity may be off on a live model, relative to the vectors in it, per dtype."""
+
+
+PARALLEL_IDENTITY = "resid_pre + attn_out + mlp_out = resid_post"
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one layer of a live model was seen to have.
+
+    `shapes` maps the short names of the hooks that fired, in the order in which they fired, to their shapes
+    (batch and pos included); `errors` maps "attn", "mlp", "block" and "value" to the largest relative error
+    of that identity.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    errors: Mapping[str, float]
+
+    @property
+    def n_heads(self) -> int:
+        return self.shapes["z"][2] if "z" in self.shapes else 0
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.shapes["v"][2] if "v" in self.shapes else 0
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What `inspect` saw: one LayerFacts per layer, and what all layers share."""
+
+    d_model: int
+    dtype: torch.dtype
+    parallel: bool
+    layers: tuple[LayerFacts, ...]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.dtype, 1e-5)
+
+    def reads(self, site: Site) -> tuple[str, ...]:
+        """The hooks that this model's site reads before its target fires."""
+        if site.name == "mlp" and self.parallel:
+            return ("resid_pre",)
+        return site.reads
+
+    def identity(self, site: Site) -> str:
+        return PARALLEL_IDENTITY if self.parallel and site.name in ("attn", "mlp") else site.identity
+
+    def error(self, site: Site, layer: int) -> float:
+        """The largest relative error of the site's identity in a layer; NaN where it was not measured."""
+        key = "value" if site.has_heads else site.name
+        return self.layers[layer].errors.get(key, 0.0 if site.name == "resid" else float("nan"))
+
+    def refusal(self, site: Site, layer: int, *, editing: bool = False) -> str:
+        """Why this layer does not have the site (or has it only to read), in a sentence; empty when it has it."""
+        facts = self.layers[layer]
+        fired = list(facts.shapes)
+        missing = [name for name in (*self.reads(site), site.target) if name not in fired]
+        if missing:
+            names = ", ".join(HOOKS[name].format(layer) for name in missing)
+            return f"layer {layer} never fired {names}"
+        error = self.error(site, layer)
+        if not error <= self.tolerance:
+            return (
+                f"in layer {layer}, {self.identity(site)} does not hold (off by {error:.2g}, "
+                f"tolerance {self.tolerance:g}), so {HOOKS[site.target].format(layer)} is not the update"
+            )
+        late = [name for name in self.reads(site) if fired.index(name) > fired.index(site.target)]
+        if editing and late:
+            return (
+                f"in layer {layer}, {HOOKS[late[0]].format(layer)} fires after {HOOKS[site.target].format(layer)} "
+                "(its attention is computed elsewhere), so the site can be measured but not edited"
+            )
+        return ""
+
+
+_anatomies: weakref.WeakKeyDictionary[Any, Anatomy] = weakref.WeakKeyDictionary()
+
+
+def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
+    """Look at a live TransformerLens model with one forward pass over 2 x 6 tokens.
+
+    Remembered per model object and dtype (`fresh=True` looks again). Weights, mode and random state are left
+    as they were. Raises ModelError when the object has no TransformerLens hooks or its pass fails.
+    """
+    known = _anatomies.get(model)
+    if known is not None and not fresh and known.dtype == next(model.parameters()).dtype:
+        return known
+    points, n_layers = hook_points(model), int(model.cfg.n_layers)
+    seen: list[dict[str, Tensor]] = [{} for _ in range(n_layers)]
+
+    def keeper(layer: int, name: str) -> Callable[..., None]:
+        def keep(tensor: Tensor, hook: Any) -> None:
+            seen[layer][name] = tensor.detach().clone()
+
+        return keep
+
+    wanted = [
+        (HOOKS[name].format(layer), keeper(layer, name))
+        for layer in range(n_layers)
+        for name in HOOKS
+        if HOOKS[name].format(layer) in points
+    ]
+    with at_rest(model), attached(model, wanted):
+        model(probe_tokens(model), return_type="logits")
+    if not seen or "resid_pre" not in seen[0]:
+        raise ModelError(
+            "the model's blocks fired no hook_resid_pre",
+            where="blocks.0.hook_resid_pre",
+            cure="pass a decoder model of TransformerLens (HookedTransformer or TransformerBridge)",
+        )
+    parallel = all("resid_mid" not in acts for acts in seen)
+    first = seen[0]["resid_pre"]
+    following: list[dict[str, Tensor]] = [*seen[1:], {}]
+    anatomy = Anatomy(
+        d_model=first.shape[-1],
+        dtype=first.dtype,
+        parallel=parallel,
+        layers=tuple(
+            LayerFacts({name: tuple(act.shape) for name, act in acts.items()}, _errors(acts, after))
+            for acts, after in zip(seen, following, strict=True)
+        ),
+    )
+    _anatomies[model] = anatomy
+    return anatomy
+
+
+def require(
+    model: Any, site: str, layers: Any = None, *, editing: bool = False
+) -> tuple[Anatomy, Site, tuple[int, ...]]:
+    """The model's anatomy, the site and its layers, or a SiteError with the reason and the cure."""
+    if site not in SITES:
+        raise SiteError(f"there is no site {site!r}", cure=f"choose one of {', '.join(SITES)}")
+    anatomy, found = inspect(model), SITES[site]
+    chosen = choose_layers(layers, anatomy.n_layers)
+    for layer in chosen:
+        reason = anatomy.refusal(found, layer, editing=editing)
+        if reason:
+            raise SiteError(
+                f"this model has no site {site!r}: {reason}",
+                where=HOOKS[found.target].format(layer),
+                cure="see `lens-geometry sites` for the sites it has, select other layers, or load the model as "
+                "another class (backend='hooked')",
+            )
+    return anatomy, found, chosen
+
+
+def n_groups(facts: LayerFacts, grouping: Grouping) -> int:
+    """How many vectors per token a grouping makes in this layer. Raises SiteError for an unknown grouping."""
+    if grouping not in GROUPINGS:
+        raise SiteError(f"there is no head grouping {grouping!r}", cure=f"choose one of {', '.join(GROUPINGS)}")
+    return {"each": facts.n_heads, "kv_group": facts.n_kv_heads, "merged": 1}[grouping]
+
+
+def hook_points(model: Any) -> Mapping[str, Any]:
+    """A model's hook points by name. Raises ModelError for an object that has none."""
+    points = getattr(model, "hook_dict", None)
+    if not points or not hasattr(model, "cfg"):
+        raise ModelError(
+            f"a {type(model).__name__} has no TransformerLens hooks",
+            cure="load it with lens_geometry.load_model, or wrap a Hugging Face model with "
+            "TransformerBridge.boot_transformers(name, hf_model=model)",
+        )
+    return dict(points)
+
+
+def probe_tokens(model: Any, batch: int = 2, length: int = 6) -> Int[Tensor, "batch pos"]:
+    """A few fixed token ids that every vocabulary has, on the model's device."""
+    device = next(model.parameters()).device
+    ids = torch.arange(batch * length, device=device) * 7919 % int(model.cfg.d_vocab)
+    return rearrange(ids, "(batch pos) -> batch pos", batch=batch)
+
+
+@contextmanager
+def attached(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """`model.hooks(fwd_hooks=...)`, with the hook points looked up once and each handle removed by itself.
+
+    TransformerBridge 3.9 rebuilds its dictionary of hooks for every hook it adds: a quarter of a second each on a
+    model of 30 layers, which is more than the forward pass. Raises HookError for a name the model does not have.
+    """
+    points = hook_points(model)
+    handles: list[tuple[Any, Any]] = []
+    try:
+        for name, fn in hooks:
+            if name not in points:
+                near = difflib.get_close_matches(name, points, n=1)
+                raise HookError(
+                    "this model has no such hook",
+                    where=name,
+                    cure=f"did you mean {near[0]}?" if near else "see model.hook_dict for the names it has",
+                )
+            points[name].add_hook(fn, dir="fwd")
+            handles.append((points[name], points[name].fwd_hooks[-1]))
+        yield
+    finally:
+        for point, handle in handles:
+            handle.hook.remove()
+            point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
+
+
+@contextmanager
+def at_rest(model: Any) -> Iterator[None]:
+    """Evaluation mode without gradients, the model's mode and the random state restored afterwards."""
+    training = bool(getattr(model, "training", False))
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)
+
+
+def _errors(acts: Activations, after: Activations) -> dict[str, float]:
+    """The largest error per token of each identity that this layer's activations allow to check."""
+    errors: dict[str, float] = {}
+    has = acts.keys() >= {"resid_pre"}
+    if has and "resid_mid" in acts:
+        if "attn_out" in acts:
+            errors["attn"] = _off([acts["resid_pre"], acts["attn_out"]], acts["resid_mid"])
+        if acts.keys() >= {"mlp_out", "resid_post"}:
+            errors["mlp"] = _off([acts["resid_mid"], acts["mlp_out"]], acts["resid_post"])
+    elif has and acts.keys() >= {"attn_out", "mlp_out", "resid_post"}:
+        parts = [acts["resid_pre"], acts["attn_out"], acts["mlp_out"]]
+        errors["attn"] = errors["mlp"] = _off(parts, acts["resid_post"])
+    if "resid_post" in acts:
+        errors["block"] = _off([after["resid_pre"]], acts["resid_post"]) if "resid_pre" in after else 0.0
+    if acts.keys() >= {"v", "pattern", "z"}:
+        v = expand_kv(acts["v"], acts["z"].shape[2]).cpu().double()
+        z = torch.einsum("bhqk,bkhd->bqhd", acts["pattern"].cpu().double(), v)
+        errors["value"] = _off([z], acts["z"])
+    return errors
+
+
+def _off(parts: list[Tensor], whole: Tensor) -> float:
+    """max over tokens of |sum of parts - whole| / the largest norm among them."""
+    if any(part.shape != whole.shape for part in parts):
+        return float("inf")
+    vectors = [part.cpu().double() for part in (*parts, whole)]  # MPS has no float64
+    gap = torch.stack(vectors[:-1]).sum(0) - vectors[-1]
+    size = torch.stack([vector.norm(dim=-1) for vector in vectors]).amax(0)
+    return float((gap.norm(dim=-1) / size.clamp_min(torch.finfo(torch.float64).tiny)).max())

@@ -1,0 +1,222 @@
+"""Token ids: text cut into sequences of one length, with a mask and the provenance that a result records.
+
+text = load_text("austen")                              # or a .txt path, or hf:... (see text.py)
+tokens = tokenize(model, text, sequence_length=256, max_sequences=32)
+tokens.ids, tokens.mask, tokens.meta["tokens_sha256"]   # [sequence, pos], [sequence, pos], provenance
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lens_geometry.errors import DataError
+from lens_geometry.text import BUNDLED, Text, load_text
+
+__all__ = ["BUNDLED", "Text", "Tokens", "load_text", "tokenize"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of equally long sequences.
+
+    `mask` is True for a real token (a prepended BOS is one) and False for right padding. Right padding needs
+    no attention mask: in a causal model no real token attends to a later place. Everything is on the CPU.
+    `meta["tokens_sha256"]` is over the ids as little-endian int64 in row order, padding included.
+    """
+
+    ids: Int[Tensor, "sequence pos"]
+    mask: Bool[Tensor, "sequence pos"]
+    meta: dict[str, Any]
+
+
+def tokenize(
+    model: Any,
+    data: Text | str | list[str] | Int[Tensor, "sequence pos"] | Tokens,
+    *,
+    sequence_length: int = 256,
+    max_sequences: int | None = None,
+    prepend_bos: bool = False,
+    drop_short: bool = True,
+) -> Tokens:
+    """Cut text into sequences of `sequence_length` tokens for `model`.
+
+    Each document is tokenised alone, without special tokens, and cut into consecutive pieces. A document
+    shorter than one sequence is kept, padded on the right, from 2 tokens on.
+
+    Args:
+        model: any TransformerLens model; only its `tokenizer` and `cfg` are used.
+        data: a Text, one string or a list of them (each a document), or token ids of shape [sequence, pos],
+            which are taken as they are and hold no padding. Tokens come back unchanged once they are found to
+            fit the model.
+        sequence_length: tokens per sequence, the BOS included; ignored for token ids.
+        max_sequences: take this many, evenly spaced over all, so that a small sample covers the text.
+        prepend_bos: give every sequence the tokenizer's BOS in its first place.
+        drop_short: leave out what remains of a document after its last whole sequence, instead of padding it.
+
+    Returns:
+        Tokens; `meta` counts what was used and what was dropped.
+
+    Raises:
+        DataError: no tokenizer, fewer than 2 tokens, a sequence longer than the model's context, ids outside
+            its vocabulary, or data that is none of the above.
+    """
+    if max_sequences is not None and max_sequences < 1:
+        raise DataError(f"max_sequences is {max_sequences}", cure="pass 1 or more, or None for all")
+    if isinstance(data, Tokens):
+        _check_ids(model, data.ids)
+        return data
+    if isinstance(data, Tensor):
+        if prepend_bos:
+            raise DataError("token ids are taken as they are, without a BOS", cure="put the BOS into the ids yourself")
+        return _from_ids(model, data, max_sequences)
+    text = _as_text(data)
+    context, least = getattr(model.cfg, "n_ctx", None), 2 + prepend_bos
+    if sequence_length < least:
+        raise DataError(f"sequence_length is {sequence_length}", where=text.name, cure=f"pass at least {least}")
+    if context and sequence_length > context:
+        problem = f"sequence_length {sequence_length} is longer than the model's context of {context}"
+        raise DataError(problem, where=text.name, cure=f"pass sequence_length={context} or less")
+    bos, pad = _special_ids(model, prepend_bos)
+
+    documents = _token_lists(model, text)
+    room = sequence_length - prepend_bos
+    pieces = [
+        (number, ids[start : start + room])
+        for number, ids in enumerate(documents)
+        for start in range(0, len(ids), room)
+        if _is_kept(len(ids), start, room, drop_short)
+    ]
+    if not pieces:
+        raise DataError("the text has fewer than two tokens", where=text.name, cure="pass more text")
+    kept = [pieces[i] for i in _evenly_spaced(len(pieces), max_sequences)]
+
+    width = max(len(piece) for _, piece in kept) + prepend_bos
+    ids = torch.full((len(kept), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(kept), width, dtype=torch.bool)
+    for row, (_, piece) in enumerate(kept):
+        whole = [bos, *piece] if prepend_bos else piece
+        ids[row, : len(whole)] = torch.tensor(whole, dtype=torch.int64)
+        mask[row, : len(whole)] = True
+    _check_ids(model, ids)
+    about = {
+        "text": text.name,
+        "source": text.source,
+        "licence": text.licence,
+        "text_sha256": text.sha256,
+        "max_characters": text.max_characters,
+        "documents": len(documents),
+        "documents_used": len({number for number, _ in kept}),
+        "tokens_dropped": sum(map(len, documents)) - sum(len(piece) for _, piece in pieces),
+        "pad_token_id": pad,
+    }
+    return Tokens(ids, mask, _meta(ids, mask, about, available=len(pieces), bos=bos if prepend_bos else None))
+
+
+def _as_text(data: Any) -> Text:
+    """A string or a list of strings as Text; a Text as it is."""
+    if isinstance(data, Text):
+        return data
+    if isinstance(data, str):
+        if data in BUNDLED or data.startswith(("hf:", "hf-joined:")):
+            raise DataError(f"{data!r} is the name of a text, not text", cure=f"pass load_text({data!r})")
+        return Text("one string", (data,))
+    if isinstance(data, Sequence) and all(isinstance(item, str) for item in data):
+        return Text(f"{len(data)} strings", tuple(data))
+    problem = f"data is a {type(data).__name__}"
+    raise DataError(
+        problem, cure="pass load_text(...), a string, a list of strings, or an integer tensor [sequence, pos]"
+    )
+
+
+def _token_lists(model: Any, text: Text) -> list[list[int]]:
+    """Every document's ids, alone, whole, without special tokens."""
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        cure = "pass token ids, an integer tensor [sequence, pos], or load the model with its tokenizer"
+        raise DataError("the model has no tokenizer", where=text.name, cure=cure)
+    batches = [text.documents[i : i + 16] for i in range(0, len(text.documents), 16)]
+    ids: list[list[int]] = []
+    for batch in tqdm(batches, f"tokenising {text.name}", delay=2, disable=None, leave=False):
+        # verbose=False: a document longer than the model's context is no mistake here, it gets cut
+        ids += tokenizer(list(batch), add_special_tokens=False, truncation=False, padding=False, verbose=False)[
+            "input_ids"
+        ]
+    return ids
+
+
+def _is_kept(length: int, start: int, room: int, drop_short: bool) -> bool:
+    """Whether the piece that begins at `start` of a document of `length` tokens becomes a sequence."""
+    size = min(room, length - start)
+    return size == room or (size >= 2 and (start == 0 or not drop_short))
+
+
+def _evenly_spaced(available: int, wanted: int | None) -> list[int]:
+    """The middles of `wanted` equal stretches of `available` places; all of them when fewer are there."""
+    if wanted is None or wanted >= available:
+        return list(range(available))
+    return [(2 * i + 1) * available // (2 * wanted) for i in range(wanted)]
+
+
+def _special_ids(model: Any, prepend_bos: bool) -> tuple[int, int]:
+    """BOS (-1 when it is not asked for) and the id to pad with: the tokenizer's pad, its EOS, or 0."""
+    tokenizer, d_vocab = getattr(model, "tokenizer", None), model.cfg.d_vocab
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if prepend_bos and tokenizer is not None and bos is None:
+        raise DataError("the tokenizer has no BOS token", cure="pass prepend_bos=False")
+    candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    pad = next((token for token in candidates if token is not None and 0 <= token < d_vocab), 0)
+    return (bos if prepend_bos and bos is not None else -1), pad
+
+
+def _from_ids(model: Any, ids: Tensor, max_sequences: int | None) -> Tokens:
+    """Token ids given by the caller, every one of them real."""
+    _check_ids(model, ids)
+    chosen = ids.detach().to("cpu", torch.int64)[_evenly_spaced(len(ids), max_sequences)]
+    mask = torch.ones_like(chosen, dtype=torch.bool)
+    about = {"text": "token ids", "source": "given by the caller", "licence": "unknown", "text_sha256": None}
+    return Tokens(chosen, mask, _meta(chosen, mask, about, available=len(ids), bos=None))
+
+
+def _check_ids(model: Any, ids: Tensor) -> None:
+    """Raise DataError unless `ids` are [sequence, pos] integers that this model takes."""
+    place = f"ids of shape {tuple(ids.shape)}, {ids.dtype}"
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise DataError("token ids must be integers", where=place, cure="pass an integer tensor, such as ids.long()")
+    if ids.ndim != 2:
+        raise DataError(
+            "token ids must have the shape [sequence, pos]",
+            where=place,
+            cure="pass ids[None] for one sequence",
+        )
+    if ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise DataError("there must be a sequence, and two tokens in it", where=place, cure="pass longer sequences")
+    context, d_vocab = getattr(model.cfg, "n_ctx", None), model.cfg.d_vocab
+    if context and ids.shape[1] > context:
+        raise DataError(f"the model's context is {context} tokens", where=place, cure=f"pass ids[:, :{context}]")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= d_vocab:
+        problem = f"token id {low if low < 0 else high} is outside the vocabulary of {d_vocab}"
+        raise DataError(problem, where=place, cure="use the tokenizer that belongs to this model")
+
+
+def _meta(ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None) -> dict[str, Any]:
+    return {
+        **about,
+        "tokens_sha256": hashlib.sha256(ids.numpy().astype(np.dtype("<i8")).tobytes()).hexdigest(),
+        "n_sequences": len(ids),
+        "n_tokens": int(mask.sum()),
+        "sequence_length": ids.shape[1],
+        "sequences_available": available,
+        "sampling": "all" if len(ids) == available else "evenly spaced",
+        "prepend_bos": bos is not None,
+        "bos_token_id": bos,
+    }

@@ -1,0 +1,19 @@
+"""WHAT is done to an update: functions that return TransformerLens' own `[(hook_name, hook_fn), ...]`.
+
+The lists compose with `+`, with `run_with_hooks`, with `model.hooks(...)` and with anyone's notebook:
+
+    hooks = lg.scale(model, "value_excl_self", parallel=0.0, layers=range(4, 12))
+    loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks)
+    with lg.applied(model, hooks) as fired:      # raises on exit if one of them never fired
+        model(tokens)
+
+Hooks run in list order, so an edit sees what earlier edits in the list have done.
+"""
+
+from lens_geometry.edits.applied import applied
+from lens_geometry.edits.hooks import HookFn, Hooks
+from lens_geometry.edits.noise import Batch
+from lens_geometry.edits.observing import observe
+from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
+
+__all__ = ["CONTROLS", "Batch", "Control", "HookFn", "Hooks", "Scale", "applied", "observe", "scale"]

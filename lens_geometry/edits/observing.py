@@ -1,0 +1,52 @@
+"""Hooks that look at sites and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lens_geometry.anatomy import require
+from lens_geometry.edits.hooks import Collector, HookFn, Hooks, tag
+from lens_geometry.sites import Site
+
+Visit = Callable[[Site, int, Tensor, Tensor], None]
+
+
+def observe(
+    model: Any, sites: Sequence[str], visit: Visit, *, layers: int | slice | Iterable[int] | None = None
+) -> Hooks:
+    """Hooks that call `visit(site, layer, update, reference)` as soon as a site's vectors exist.
+
+    Vectors are [batch, pos, d] at residual sites and [batch, pos, head, d_head] in value space, in the
+    model's dtype (float32 at least where they are differences). Activations are shared between sites and
+    let go within their layer, so memory does not grow with the number of layers.
+    Raises SiteError when the model does not have one of the sites.
+    """
+    found = [require(model, site, layers) for site in sites]
+    hooks: Hooks = []
+    for layer in found[0][2]:
+        anatomy = found[0][0]
+        facts = anatomy.layers[layer]
+        needs = {site: {*anatomy.reads(site), site.target} for _, site, _ in found}
+        order = [name for name in facts.shapes if any(name in names for names in needs.values())]
+        collector = Collector(layer, order, facts)
+        for place, (name, reader) in enumerate(collector.readers()):
+            complete = [site for site, names in needs.items() if names <= {*order[: place + 1]}]
+            ready = [site for site in complete if order[place] in needs[site]]
+            waiting = [names for site, names in needs.items() if site not in complete]
+            hooks.append((name, _visitor(collector, reader, ready, set().union(*waiting), visit)))
+    return hooks
+
+
+def _visitor(collector: Collector, reader: HookFn, ready: list[Site], needed: set[str], visit: Visit) -> HookFn:
+    def look(tensor: Tensor, hook: Any) -> None:
+        reader(tensor, hook=hook)
+        for site in ready:
+            update, reference = site.vectors(collector.seen)
+            visit(site, collector.layer, update, reference)
+        for name in collector.seen.keys() - needed:
+            del collector.seen[name]
+
+    return tag(look, collector)

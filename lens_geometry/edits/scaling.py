@@ -1,0 +1,243 @@
+"""Component scaling: keep so much of an update's parallel part and so much of its perpendicular part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_geometry.anatomy import LayerFacts, n_groups, require
+from lens_geometry.edits.hooks import Collector, Hooks, tag
+from lens_geometry.edits.noise import Batch, normal_noise, shuffled_tokens
+from lens_geometry.errors import GeometryError, HookError, SiteError
+from lens_geometry.geometry import component_change
+from lens_geometry.sites import HOOKS, Grouping, Site, choose_heads, group_heads, ungroup_heads
+
+Scale = float | Tensor | Callable[[Tensor], Tensor]
+Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain"]
+CONTROLS: tuple[Control, ...] = get_args(Control)
+
+
+def scale(
+    model: Any,
+    site: str,
+    *,
+    parallel: Scale = 1.0,
+    perpendicular: Scale = 1.0,
+    layers: int | slice | Iterable[int] | None = None,
+    heads: int | slice | Iterable[int] | None = None,
+    positions: int | slice | Iterable[int] | Bool[Tensor, "batch pos"] | None = None,
+    grouping: Grouping = "each",
+    control: Control = "none",
+    seed: int = 0,
+    batch: Batch | None = None,
+) -> Hooks:
+    """Keep `parallel` of an update's parallel part and `perpendicular` of the rest.
+
+        u' = s_par u_par + s_perp u_perp        value_excl_self:  o'_t = A_tt v_t + s_par c_par + s_perp c_perp
+
+    Args:
+        model: any TransformerLens model with decoder blocks.
+        site: "attn", "mlp", "block", "value", "value_excl_self" or "resid" (see `sites.SITES`).
+        parallel, perpendicular: *retained* scales; (1, 1) changes no bit. A number; a tensor over [layer],
+            [layer, head], [layer, batch, pos] or [layer, batch, pos, head], with size 1 where it is the
+            same for all; or a callable of the layer's input (hook_resid_pre, [batch, pos, d_model]) that
+            returns [batch, pos] or [batch, pos, head].
+        layers, heads, positions: which ones are edited; None is all. Heads are query heads, or KV
+            groups with `grouping="kv_group"`. Positions may be a mask [batch, pos].
+        grouping: which value-space vector is decomposed: "each" head, "kv_group" or "merged".
+        control: a comparison in the edit's place. "random_reference" and "shuffled_reference" (that of
+            another token) scale along the wrong direction; "isotropic" makes a change of the same norm in
+            a random direction; "gain" scales the whole update by the one scale that is not 1.
+        seed, batch: the noise of the controls; see `Batch`.
+
+    Returns hooks in firing order. The first call on a model runs one small forward pass to check the site.
+    Raises SiteError when the model, a layer or a head does not have the site; GeometryError for scales that do
+    not fit; HookError, when run, for activations that are not what the model gave before.
+
+    Source: component scaling of "Disentangling Representation Evolution in Transformers through Directional
+    Decomposition".
+    """
+    anatomy, found, chosen = require(model, site, layers, editing=True)
+    if not found.has_heads and (heads is not None or grouping != "each"):
+        raise SiteError(
+            f"site {site!r} has no heads to select or group",
+            cure="use 'value' or 'value_excl_self', or leave heads and grouping out",
+        )
+    if control not in CONTROLS:
+        raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
+    if control == "gain" and not (_is_one(parallel) or _is_one(perpendicular)):
+        raise GeometryError(
+            "the gain control scales the whole update by one number",
+            cure="leave parallel or perpendicular at 1",
+        )
+    if site == "resid" and not _is_one(perpendicular):
+        raise SiteError(
+            "the stream is its own reference and has no perpendicular part",
+            where="site resid",
+            cure="scale `parallel` (a plain gain), or choose another site",
+        )
+    for number in (parallel, perpendicular):
+        _check_scale(number, anatomy.n_layers)
+    if positions is not None and not isinstance(positions, (int, slice, Tensor)):
+        positions = list(positions)
+    hooks: Hooks = []
+    for layer in chosen:
+        facts = anatomy.layers[layer]
+        groups = n_groups(facts, grouping) if found.has_heads else 0
+        edit = _LayerEdit(
+            site=found,
+            layer=layer,
+            facts=facts,
+            parallel=parallel,
+            perpendicular=perpendicular,
+            heads=None if heads is None else choose_heads(heads, groups),
+            positions=positions,
+            grouping=grouping,
+            control=control,
+            seed=seed,
+            batch=batch or Batch(),
+        )
+        hooks += edit.hooks(anatomy.reads(found))
+    return hooks
+
+
+@dataclass(frozen=True)
+class _LayerEdit:
+    """How one site of one layer is edited."""
+
+    site: Site
+    layer: int
+    facts: LayerFacts
+    parallel: Scale
+    perpendicular: Scale
+    heads: tuple[int, ...] | None
+    positions: Any
+    grouping: Grouping
+    control: Control
+    seed: int
+    batch: Batch
+
+    def hooks(self, reads: tuple[str, ...]) -> Hooks:
+        if callable(self.parallel) or callable(self.perpendicular):
+            reads = (*reads, "resid_pre")
+        no_op = _is_one(self.parallel) and _is_one(self.perpendicular)
+        collector = Collector(self.layer, () if no_op else reads, self.facts)
+
+        def edit(tensor: Tensor, hook: Any) -> Tensor | None:
+            acts = collector.take(self.site.target, tensor)
+            return None if no_op else self.edited(tensor, acts)
+
+        return [*collector.readers(), (self.where, tag(edit, collector, must_change=not no_op))]
+
+    @property
+    def where(self) -> str:
+        return HOOKS[self.site.target].format(self.layer)
+
+    def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        update, reference = self.site.vectors(acts)
+        if self.site.has_heads:
+            update = group_heads(update, self.grouping, self.facts.n_kv_heads)
+            reference = group_heads(reference, self.grouping, self.facts.n_kv_heads)
+        change = self._selected(self._change(update, reference, acts))
+        if self.site.has_heads:
+            change = ungroup_heads(change, tensor.shape[2])
+        return (tensor.to(change.dtype) + change).to(tensor.dtype)
+
+    def _change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        parallel = self._scale(self.parallel, update, acts)
+        perpendicular = self._scale(self.perpendicular, update, acts)
+        if self.control == "gain":
+            gain = perpendicular if _is_one(self.parallel) else parallel
+            return component_change(update, update, gain)
+        if self.control == "random_reference":
+            reference = normal_noise(update, self.batch, self.seed, self.layer)
+        elif self.control == "shuffled_reference":
+            reference = shuffled_tokens(reference, self.batch, self.seed, self.layer)
+        change = component_change(update, reference, parallel, perpendicular)
+        if self.control == "isotropic":
+            direction = normal_noise(change, self.batch, self.seed, self.layer)
+            change = direction * (change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True))
+        return change
+
+    def _scale(self, scale: Scale, update: Tensor, acts: dict[str, Tensor]) -> float | Tensor:
+        """A number, or a tensor of [batch, pos] or [batch, pos, group]."""
+        if isinstance(scale, Tensor):
+            picked = scale if scale.ndim == 0 else scale[self.layer if scale.shape[0] > 1 else 0]
+            if scale.ndim == 3 and self.site.has_heads:  # one number per token, for every head
+                picked = picked.unsqueeze(-1)
+        elif callable(scale):
+            picked = scale(acts["resid_pre"])
+            if picked.ndim == 2 and self.site.has_heads:
+                picked = picked.unsqueeze(-1)
+            elif picked.ndim == 3 and not self.site.has_heads:
+                picked = picked.squeeze(-1)
+        else:
+            return float(scale)
+        try:
+            return picked.broadcast_to(update.shape[:-1])
+        except RuntimeError as error:
+            raise GeometryError(
+                f"a scale of shape {tuple(picked.shape)} does not fit updates of {tuple(update.shape[:-1])}",
+                where=f"site {self.site.name}, layer {self.layer}",
+                cure=f"{SCALE_SHAPES}; a callable gives [batch, pos] or [batch, pos, head]",
+            ) from error
+
+    def _selected(self, change: Tensor) -> Tensor:
+        """Zero outside the chosen heads and positions."""
+        if self.heads is not None:
+            keep = torch.zeros(change.shape[2], dtype=torch.bool, device=change.device)
+            keep[list(self.heads)] = True
+            change = torch.where(keep[:, None], change, change.new_zeros(()))
+        if self.positions is not None:
+            keep = _position_mask(self.positions, change, self.where)
+            keep = keep.reshape(*keep.shape, *[1] * (change.ndim - 2))
+            change = torch.where(keep, change, change.new_zeros(()))
+        return change
+
+
+SCALE_SHAPES = "give [layer], [layer, head], [layer, batch, pos] or [layer, batch, pos, head]"
+
+
+def _is_one(scale: Any) -> bool:
+    return isinstance(scale, (int, float)) and scale == 1
+
+
+def _check_scale(scale: Scale, n_layers: int) -> None:
+    if isinstance(scale, Tensor):
+        if scale.ndim > 4 or (scale.ndim and scale.shape[0] not in (1, n_layers)):
+            raise GeometryError(
+                f"a scale tensor of shape {tuple(scale.shape)} has no [layer] axis of 1 or {n_layers}",
+                cure=SCALE_SHAPES,
+            )
+    elif not callable(scale) and not abs(float(scale)) < float("inf"):
+        raise GeometryError(f"a scale of {scale} is not finite", cure="give a finite number")
+
+
+def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
+    batch, length = change.shape[:2]
+    if isinstance(positions, Tensor) and positions.dtype == torch.bool:
+        if positions.shape != (batch, length):
+            raise HookError(
+                f"a position mask of shape {tuple(positions.shape)} does not fit {(batch, length)}",
+                where=where,
+                cure="give one mask entry per token of the batch that is run",
+            )
+        return positions.to(change.device)
+    mask = torch.zeros(batch, length, dtype=torch.bool, device=change.device)
+    if isinstance(positions, slice):
+        mask[:, positions] = True
+        return mask
+    for position in [positions] if isinstance(positions, int) else positions:
+        if not -length <= position < length:
+            raise HookError(
+                f"there is no position {position} in a sequence of {length}",
+                where=where,
+                cure="choose positions inside the sequence that is run",
+            )
+        mask[:, position] = True
+    return mask

@@ -1,0 +1,250 @@
+"""Which part of an update does the model need? Loss while one component is kept, shrunk, grown or turned round.
+
+Every condition is compared with the unedited model on the same sequences, and stands beside controls that
+change the activations as much without regard to the reference.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lens_geometry.anatomy import inspect
+from lens_geometry.edits import CONTROLS, Control, scale
+from lens_geometry.errors import DataError, HookError, SiteError
+from lens_geometry.experiments.profile import available_sites
+from lens_geometry.metrics import SequenceLosses
+from lens_geometry.results import Result
+from lens_geometry.runner import (
+    Condition,
+    RunSettings,
+    check_effect,
+    identity_of_run,
+    prepare,
+    provenance,
+    run_conditions,
+)
+from lens_geometry.sites import HOOKS, SITES, Grouping, choose_layers
+from lens_geometry.stats import bootstrap_interval
+
+
+@dataclass(frozen=True)
+class ScalingSettings(RunSettings):
+    """Settings of `scaling_sweep`.
+
+    Attributes:
+        sites: which updates are edited; sites that this model does not have are left out and named.
+        layers: layer sets, each edited at once: "all", "4", "1-" (all but the first), "4-11", "0,3,6".
+        grouping: value-space vectors by head ("each"), "kv_group" or "merged".
+        parallel: retained scales of the parallel part, the perpendicular part kept.
+        perpendicular: retained scales of the perpendicular part, the parallel part kept.
+        controls: run beside the edit ("gain", "isotropic", "random_reference", "shuffled_reference").
+        control_scales: the scales at which the controls are run.
+        skip_position_0: leave position 0 unedited (there the value site *is* its reference).
+    """
+
+    sites: tuple[str, ...] = ("attn", "mlp", "value", "value_excl_self")
+    layers: tuple[str, ...] = ("all",)
+    grouping: Grouping = "each"
+    parallel: tuple[float, ...] = (-1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+    perpendicular: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+    controls: tuple[str, ...] = tuple(control for control in CONTROLS if control != "none")
+    control_scales: tuple[float, ...] = (0.0, 0.5)
+    skip_position_0: bool = False
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One condition of the sweep."""
+
+    site: str
+    layers: str
+    control: Control
+    component: str
+    scale: float
+
+    @property
+    def key(self) -> str:
+        if self.control == "none" and self.scale == 1.0:  # the same edit for both components
+            return f"{self.site} {self.layers} no-op"
+        return f"{self.site} {self.layers} {self.control} {self.component} {self.scale!r}"
+
+    @property
+    def parallel(self) -> float:
+        return self.scale if self.component == "parallel" else 1.0
+
+    @property
+    def perpendicular(self) -> float:
+        return self.scale if self.component == "perpendicular" else 1.0
+
+
+def scaling_sweep(
+    model: Any,
+    data: Any,
+    settings: ScalingSettings | None = None,
+    *,
+    out: Path | str | None = None,
+    **changes: Any,
+) -> Result:
+    """Sweep the retained scale of the parallel and of the perpendicular part over sites and layer sets.
+
+    Args:
+        model: any TransformerLens model.
+        data: a Text, a string, a list of strings, or token ids [sequence, pos].
+        settings: see `ScalingSettings`; `changes` override single fields.
+        out: a directory for the journal: each finished condition is written there, and the same call started
+            again goes on where it was.
+
+    Returns:
+        A Result with one row per condition: loss (nats per token), perplexity, and their change against the
+        unedited model on the same tokens, with 95 % intervals by paired bootstrap over sequences. A condition
+        whose losses are not all finite has status "nonfinite" and counts them; its loss is over the rest.
+
+    Raises:
+        ModelError, DataError, SiteError for what cannot be used; HookError when an edit does not reach the
+        output or the no-op changes a bit; ResultError when the journal is of something else.
+    """
+    settings, started = replace(settings or ScalingSettings(), **changes), time.monotonic()
+    tokens = prepare(model, data, settings)
+    sites, left_out = available_sites(model, settings.sites, editing=True)
+    cells = list(dict.fromkeys(_cells(settings, sites)))
+    layer_sets = {text: parse_layers(text, inspect(model).n_layers) for text in settings.layers}
+    for target, layers in {(SITES[site].target, layers) for site in sites for layers in layer_sets.values()}:
+        check_effect(model, HOOKS[target].format(layers[0]))
+    positions = slice(1, None) if settings.skip_position_0 else None
+
+    def condition(cell: _Cell) -> Condition:
+        make = partial(
+            scale,
+            model,
+            cell.site,
+            parallel=cell.parallel,
+            perpendicular=cell.perpendicular,
+            layers=layer_sets[cell.layers],
+            positions=positions,
+            grouping=settings.grouping if SITES[cell.site].has_heads else "each",
+            control=cell.control,
+            seed=settings.seed,
+        )
+        return Condition(cell.key, lambda batch: make(batch=batch))
+
+    journal = None if out is None else Path(out) / "journal.jsonl"
+    losses = run_conditions(
+        model,
+        tokens,
+        list({cell.key: condition(cell) for cell in cells}.values()),
+        settings,
+        journal=journal,
+        about=None if journal is None else identity_of_run(model, tokens, settings),
+    )
+    base = losses["base"]
+    table = pd.DataFrame([_row(cell, losses[cell.key], base, settings) for cell in cells])
+    moved = table[(table["scale"] == 1.0) & (table["loss_change"] != 0.0)]
+    if len(moved):
+        message = f"the no-op changes the loss by up to {moved['loss_change'].abs().max():.2g} nats"
+        if next(model.parameters()).device.type == "cpu":
+            raise HookError(message, cure="report this: an edit with both scales at 1 must change no bit")
+        left_out.append(f"{message}: this device does not repeat a forward pass to the last bit")
+    for warning in left_out:
+        warnings.warn(warning, stacklevel=2)
+    meta = provenance(
+        model,
+        tokens,
+        settings,
+        started=started,
+        token_mask="next-token losses of real tokens; "
+        + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
+        counts={"conditions": len(table), "nonfinite_conditions": int((table["status"] != "ok").sum())},
+    )
+    meta["warnings"] += left_out
+    return Result("scaling_sweep", table, meta)
+
+
+def parse_layers(text: str, n_layers: int) -> tuple[int, ...]:
+    """Layer numbers from "all", "4", "1-", "4-11", "0,3,6" or a mixture such as "0,4-7".
+
+    Raises SiteError for anything else and for layers that do not exist.
+    """
+    if text.strip() == "all":
+        return tuple(range(n_layers))
+    chosen: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise SiteError(f"{text!r} names no layers", cure='write "all", "4", "1-", "4-11" or "0,3,6"')
+        end = int(last) if last else (n_layers - 1 if dash else int(first))
+        chosen += range(int(first), end + 1)
+    return choose_layers(chosen, n_layers)
+
+
+def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]:
+    """Every condition, the no-op of each site among them."""
+    unknown = set(settings.controls) - set(CONTROLS)
+    if unknown:
+        raise SiteError(f"there is no control {sorted(unknown)}", cure=f"choose among {', '.join(CONTROLS)}")
+    if not settings.parallel and not settings.perpendicular:
+        raise DataError("the grid is empty", cure="give scales for parallel or perpendicular")
+    for layers in settings.layers:
+        for site in sites:
+            for component in ("parallel", "perpendicular"):
+                for number in sorted({*getattr(settings, component), 1.0}):
+                    yield _Cell(site, layers, "none", component, number)
+            for control in settings.controls:
+                # gain has no component; one along a random or shuffled reference is compared with the parallel part
+                for component in ("parallel", "perpendicular") if control == "isotropic" else ("parallel",):
+                    for number in settings.control_scales:
+                        yield _Cell(site, layers, control, component, number)  # type: ignore[arg-type]
+
+
+def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: ScalingSettings) -> dict[str, Any]:
+    finite = (found.counts - found.nonfinite).astype(np.float64)
+    all_finite = not found.nonfinite.any()
+    samples = [found.sums, finite, base.sums, base.counts.astype(np.float64)]
+    changes: dict[str, Callable[..., Any]] = {"loss_change": _loss_change, "perplexity_change": _perplexity_change}
+    measured = {name: float(change(*samples, 0)) for name, change in changes.items()}
+    intervals = {
+        name: bootstrap_interval(samples, change, seed=settings.seed) if all_finite else (np.nan, np.nan)
+        for name, change in changes.items()
+    }
+    loss, base_loss = (float(s.sum() / n.sum()) for s, n in ((found.sums, finite), (base.sums, base.counts)))
+    return {
+        "site": cell.site,
+        "layers": cell.layers,
+        "grouping": settings.grouping if SITES[cell.site].has_heads else "each",
+        "control": cell.control,
+        "component": cell.component,
+        "scale": cell.scale,
+        "parallel": cell.scale if cell.control == "gain" else cell.parallel,
+        "perpendicular": cell.scale if cell.control == "gain" else cell.perpendicular,
+        "loss": loss,
+        "base_loss": base_loss,
+        "loss_change": measured["loss_change"],
+        "loss_change_low": intervals["loss_change"][0],
+        "loss_change_high": intervals["loss_change"][1],
+        "perplexity": float(np.exp(loss)),
+        "perplexity_change": measured["perplexity_change"],
+        "perplexity_change_low": intervals["perplexity_change"][0],
+        "perplexity_change_high": intervals["perplexity_change"][1],
+        "n_sequences": len(found.sums),
+        "n_tokens": int(found.counts.sum()),
+        "n_nonfinite": int(found.nonfinite.sum()),
+        "status": "ok" if all_finite else "nonfinite",
+    }
+
+
+def _loss_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums.sum(axis) / counts.sum(axis) - base_sums.sum(axis) / base_counts.sum(axis)
+
+
+def _perplexity_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return np.exp(sums.sum(axis) / counts.sum(axis)) - np.exp(base_sums.sum(axis) / base_counts.sum(axis))

@@ -1,0 +1,197 @@
+"""What was found, in three sentences computed from the tables. Nothing here knows how a result should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from lens_geometry.axes import number, require
+from lens_geometry.results import Result
+
+NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
+NO_PROFILE = "How parallel the updates are to their references was not measured."
+NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
+NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
+CONTROLS = {
+    "isotropic": "an isotropic change of the same size",
+    "gain": "removing the whole update",
+}  # at scale 0
+
+
+def findings(results: Sequence[Result]) -> list[str]:
+    """Exactly three sentences: which update is most parallel, what removal costs, how the controls compare.
+
+    Taken from the first profile and the first scaling sweep among `results`; what is not there is said not
+    to be measured. To cost more is to have the higher change of loss. Two changes are called different only
+    where their 95 % intervals are apart, or where one of them has no interval, which is then said.
+
+    Raises ResultError for a table that lacks a column.
+    """
+    tables = {result.experiment: result.table for result in reversed(results)}
+    profile, sweep = tables.get("profile"), tables.get("scaling_sweep")
+    return [
+        NO_PROFILE if profile is None else profile_sentence(profile),
+        NO_REMOVAL if sweep is None else removal_sentence(sweep),
+        NO_CONTROLS if sweep is None else controls_sentence(sweep),
+    ]
+
+
+def profile_sentence(table: pd.DataFrame) -> str:
+    """Which site's update is most parallel (parallel_fraction, all heads together), and in which layers."""
+    require(table, "site layer head metric mean", "profile")
+    rows = table[table["head"].isna() & (table["metric"] == "parallel_fraction")]
+    rows = rows[np.isfinite(rows["mean"].astype(float))]
+    if rows.empty:
+        return NO_PROFILE
+    means = rows.groupby("site", sort=False)["mean"].mean()
+    highest = number(means.max())
+    best = [str(site) for site in means.index if number(means[site]) == highest]
+    others = _join(f"{site} {number(means[site])}" for site in means.index if site not in best)
+    peaks = _join(_peak(rows[rows["site"] == site], site if len(best) > 1 else "") for site in best)
+    measure = f"parallel_fraction {highest} (mean over tokens, then over layers; {peaks})"
+    against = f", against {others}" if others else ""
+    if len(means) == 1:
+        return f"At {best[0]}, the only site profiled, the update has {measure}."
+    if len(best) > 1:
+        return f"The most parallel updates are tied at {_join(best)}, each with {measure}{against}."
+    return f"The update most parallel to its reference is that of {best[0]}, with {measure}{against}."
+
+
+def removal_sentence(table: pd.DataFrame) -> str:
+    """Loss change of removing the perpendicular part against removing the parallel one, per site."""
+    rows, note = _main_rows(table)
+    verdicts: dict[str, list[str]] = {}
+    numbers = []
+    for site, part in rows[rows["control"] == "none"].groupby("name", sort=False):
+        parallel, perpendicular = (_at_zero(part, component) for component in ("parallel", "perpendicular"))
+        verdicts.setdefault(_compare(perpendicular, parallel), []).append(str(site))
+        ratio = ""
+        if parallel and perpendicular and 0 < parallel[0] < math.inf and 0 < perpendicular[0] < math.inf:
+            ratio = f" ({number(perpendicular[0] / parallel[0], digits=2)} times)"
+        if parallel is not None or perpendicular is not None:
+            numbers.append(f"{site} {_change(perpendicular)} against {_change(parallel)}{ratio}")
+    if not numbers:
+        return NO_REMOVAL
+    verdict = _verdict(verdicts, "removing the parallel part (s_par = 0)")
+    changes = f"change of loss in nats per token: {_join(numbers, '; ')}"
+    return f"Removing the perpendicular part (s_perp = 0) {verdict}; {changes}{note}."
+
+
+def controls_sentence(table: pd.DataFrame) -> str:
+    """Removing the parallel part against an isotropic change of the same size and against gain, per site."""
+    rows, note = _main_rows(table)
+    clauses = []
+    for control, words in CONTROLS.items():
+        verdicts: dict[str, list[str]] = {}
+        for site, part in rows.groupby("name", sort=False):
+            edit, beside = (_at_zero(part[part["control"] == name], "parallel") for name in ("none", control))
+            verdicts.setdefault(_compare(edit, beside), []).append(str(site))
+        missing = set(verdicts) == {"missing"}
+        clauses.append(f"was not measured beside {words}" if missing else _verdict(verdicts, words))
+    if all(clause.startswith("was not measured") for clause in clauses):
+        return NO_CONTROLS
+    return f"Removing the parallel part (s_par = 0) {'; it '.join(clauses)}{note}."
+
+
+Change = tuple[float, float, float]
+
+
+def _at_zero(rows: pd.DataFrame, component: str) -> Change | None:
+    """Loss change, low and high where the component is removed; None where that was not measured."""
+    chosen = rows[(rows["component"] == component) & (rows["scale"].astype(float).abs() < 1e-9)]
+    if chosen.empty:
+        return None
+    row = chosen.iloc[0]
+    change = float(row["loss_change"]) if row["status"] == "ok" else math.nan
+    return change, float(row["loss_change_low"]), float(row["loss_change_high"])
+
+
+def _compare(one: Change | None, other: Change | None) -> str:
+    """`more`, `less` or `open` (a suffix says where no interval is), `missing` or `lost` (not finite)."""
+    if one is None or other is None:
+        return "missing"
+    if not (math.isfinite(one[0]) and math.isfinite(other[0])):
+        return "lost"
+    order = "more" if one[0] > other[0] else "less" if one[0] < other[0] else "open"
+    if not np.isfinite([*one, *other]).all():
+        return f"{order} without interval"
+    return order if one[1] > other[2] or one[2] < other[1] else "open"
+
+
+def _verdict(verdicts: dict[str, list[str]], other: str) -> str:
+    """`costs more than ... at attn, less at mlp, cannot be told apart from it at value`: each site once."""
+    phrases: list[str] = []
+    for name in (
+        "more",
+        "less",
+        "open",
+        "more without interval",
+        "less without interval",
+        "open without interval",
+    ):
+        if name not in verdicts:
+            continue
+        sites = verdicts[name]
+        place = f"every one of the {len(sites)} sites" if len(verdicts) == 1 and len(sites) > 1 else _join(sites)
+        kind = name.split()[0]
+        if kind == "open":
+            verb = f"cannot be told apart from {'it' if phrases else other}"
+        else:
+            verb = kind if phrases else f"costs {kind} than {other}"
+        remark = " (no interval)" if name != kind else " (intervals overlap)" if kind == "open" else ""
+        phrases.append(f"{verb} at {place}{remark}")
+    first = "" if phrases else f" with {other}"
+    if "lost" in verdicts:
+        phrases.append(f"cannot be compared{first} at {_join(verdicts['lost'])} (not finite)")
+    if "missing" in verdicts:
+        phrases.append(f"was not compared{first} at {_join(verdicts['missing'])} (not measured)")
+    return _join(phrases)
+
+
+def _main_rows(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Per site the set of layers and the grouping with most conditions, and a remark on which they are."""
+    columns = "site layers grouping control component scale status loss_change loss_change_low loss_change_high"
+    require(table, columns, "scaling_sweep")
+    keys = ["site", "layers", "grouping"]
+    sizes = table.groupby(keys, sort=False, dropna=False).size().reset_index(name="size")
+    main = sizes.loc[sizes.groupby("site", sort=False)["size"].idxmax(), keys]
+    rows = table.merge(main, on=keys)
+    sets = [str(layers) for layers in main["layers"].unique()]
+    site = rows["site"].astype(str)
+    rows["name"] = site if len(sets) == 1 else site + " (layers " + rows["layers"].astype(str) + ")"
+    note = f"; layers {sets[0]} were edited" if len(sets) == 1 and sets[0] != "all" else ""
+    return rows, note + ("" if len(main) == len(sizes) else "; other layer sets or groupings are in the table")
+
+
+def _change(value: Change | None) -> str:
+    return "not measured" if value is None else number(value[0], signed=True)
+
+
+def _peak(rows: pd.DataFrame, site: str) -> str:
+    """In which layers a site's mean is highest: those near the peak, as ranges."""
+    highest = rows["mean"].max()
+    near = sorted(int(layer) for layer in rows.loc[rows["mean"] >= NEAR_PEAK * highest, "layer"])
+    runs: list[list[int]] = []
+    for layer in near:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    words = _join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    if len(runs) > 4:
+        words = str(rows.loc[rows["mean"].idxmax(), "layer"])
+    whose = f"{site} " if site else ""
+    if len(near) == len(rows) > 1:
+        return f"{whose}nearly the same in every layer"
+    several = len(near) > 1 and len(runs) <= 4
+    return f"{whose}highest in layer{'s' if several else ''} {words}, up to {number(highest)}"
+
+
+def _join(words: Iterable[str], between: str = ", ") -> str:
+    words = list(words)
+    if len(words) < 2 or between != ", ":
+        return between.join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"

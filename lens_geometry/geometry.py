@@ -1,0 +1,214 @@
+"""The algebra of an update and its reference. Knows no model and no hook.
+
+Every function works on the last axis and treats all other axes as batch. Arithmetic is done in float32
+(float64 input stays float64) and cast back to the input's dtype once, at the end.
+
+Source: "Disentangling Representation Evolution in Transformers through Directional Decomposition".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_geometry.errors import GeometryError
+
+METRICS = (
+    "alpha",
+    "parallel_ratio",
+    "parallel_fraction",
+    "perpendicular_fraction",
+    "parallel_energy",
+    "perpendicular_energy",
+    "cosine",
+    "update_over_reference",
+)
+
+
+class Decomposition(NamedTuple):
+    """`parallel + perpendicular = update`, and `parallel = alpha * reference`."""
+
+    alpha: Float[Tensor, "*batch"]
+    parallel: Float[Tensor, "*batch d"]
+    perpendicular: Float[Tensor, "*batch d"]
+
+
+class Lengths(NamedTuple):
+    """The five numbers per token that every metric is computed from (float32 or float64)."""
+
+    alpha: Float[Tensor, "*batch"]
+    update: Float[Tensor, "*batch"]
+    reference: Float[Tensor, "*batch"]
+    parallel: Float[Tensor, "*batch"]
+    perpendicular: Float[Tensor, "*batch"]
+
+
+def decompose(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batch d"]) -> Decomposition:
+    """Split an update into the part along a reference and the part orthogonal to it.
+
+        alpha = <u, r> / |r|^2        u_par = alpha r        u_perp = u - u_par
+
+    A zero reference gives `parallel = 0`, `perpendicular = update`; no epsilon is added anywhere.
+    `alpha` is float32 (float64 for float64 input), the parts have the update's dtype.
+
+    >>> alpha, parallel, perpendicular = decompose(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 0.0]))
+    >>> alpha.item(), parallel.tolist(), perpendicular.tolist()
+    (1.5, [3.0, 0.0], [0.0, 4.0])
+
+    Raises GeometryError when the shapes differ (nothing is broadcast) or a dtype is not floating.
+    """
+    u, r, scale = _prepare(update, reference)
+    coefficient = _coefficient(u, r)
+    parallel = coefficient * r
+    alpha = (coefficient * scale).squeeze(-1)
+    return Decomposition(alpha, parallel.to(update.dtype), (u - parallel).to(update.dtype))
+
+
+def component_change(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    parallel: float | Float[Tensor, "*#batch"] = 1.0,
+    perpendicular: float | Float[Tensor, "*#batch"] = 1.0,
+) -> Float[Tensor, "*batch d"]:
+    """What component scaling adds to an update: `u' - u`, in float32 (float64 for float64 input).
+
+        u' - u = (s_perp - 1) u + (s_par - s_perp) u_par
+
+    It is exactly zero at (1, 1) and exactly `u_par - u` at (1, 0), for tensors as for numbers, and
+    it can be added to whatever activation the update is a part of. `parallel` and `perpendicular` are
+    the *retained* scales: numbers, or tensors that broadcast against the batch axes.
+    Raises GeometryError as `decompose` does.
+    """
+    u, r, _ = _prepare(update, reference)
+    s_par, s_perp = _column(parallel, u), _column(perpendicular, u)
+    if isinstance(s_perp, float) and s_perp == 1.0:  # the common case: one pass over u less
+        return ((s_par - 1.0) * _coefficient(u, r)) * r
+    return (s_perp - 1.0) * u + ((s_par - s_perp) * _coefficient(u, r)) * r
+
+
+def scale_components(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    parallel: float | Float[Tensor, "*#batch"] = 1.0,
+    perpendicular: float | Float[Tensor, "*#batch"] = 1.0,
+) -> Float[Tensor, "*batch d"]:
+    """Keep `parallel` of the parallel part and `perpendicular` of the perpendicular part of an update.
+
+        u' = s_par u_par + s_perp u_perp
+
+    Both are *retained* scales: (1, 1) returns the update to the last bit, (0, 1) removes the parallel
+    part. The result has the update's dtype; the only rounding to it happens after the arithmetic, so
+    removal in bfloat16 leaves no more than one rounding of residue.
+
+    >>> scale_components(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 0.0]), parallel=0.0).tolist()
+    [0.0, 4.0]
+
+    Raises GeometryError as `decompose` does.
+    """
+    change = component_change(update, reference, parallel, perpendicular)
+    return (update.to(change.dtype) + change).to(update.dtype)
+
+
+def lengths(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batch d"]) -> Lengths:
+    """Norms of an update, its reference and its two parts, with `alpha`, per token.
+
+    The perpendicular norm is that of the vector `u - u_par` itself, not `sqrt(|u|^2 - |u_par|^2)`, which
+    would lose every digit when the update is nearly parallel. Raises GeometryError as `decompose` does.
+    """
+    u, r, scale = _prepare(update, reference)
+    square = _dot(r, r)
+    coefficient = _dot(u, r) / square.masked_fill(square == 0, 1.0)
+    perpendicular = torch.addcmul(u, coefficient, r, value=-1)
+    reference_norm = square.sqrt()
+    return Lengths(
+        alpha=(coefficient * scale).squeeze(-1),
+        update=_dot(u, u).sqrt().squeeze(-1),
+        reference=(reference_norm / scale).squeeze(-1),
+        parallel=(coefficient.abs() * reference_norm).squeeze(-1),
+        perpendicular=_dot(perpendicular, perpendicular).sqrt().squeeze(-1),
+    )
+
+
+def measure(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batch d"]) -> dict[str, Tensor]:
+    """The named numbers of each token, one tensor of shape `batch` for each name in `METRICS`.
+
+    | name | value |
+    |---|---|
+    | `alpha` | signed, <u, r> / abs(r)^2 |
+    | `parallel_ratio` | abs(u_par) / abs(u_perp); inf when u_perp = 0 |
+    | `parallel_fraction`, `perpendicular_fraction` | norm of the part / norm of u |
+    | `parallel_energy`, `perpendicular_energy` | squares of those two; they sum to 1 |
+    | `cosine` | cos(u, r); 0 for a zero reference |
+    | `update_over_reference` | norm of u / norm of r; inf for a zero reference |
+
+    A zero update has no direction: its ratios, fractions, energies and cosine are NaN ("undefined"),
+    its alpha and update_over_reference are 0. Raises GeometryError as `decompose` does.
+    """
+    return metrics_of(lengths(update, reference))
+
+
+def metrics_of(found: Lengths) -> dict[str, Tensor]:
+    """`measure` for lengths that are at hand already."""
+    # 0 / 0 is NaN and x / 0 is inf in IEEE arithmetic, which is what "undefined" and "infinite" mean here.
+    parallel, perpendicular = found.parallel / found.update, found.perpendicular / found.update
+    return {
+        "alpha": found.alpha,
+        "parallel_ratio": found.parallel / found.perpendicular,
+        "parallel_fraction": parallel,
+        "perpendicular_fraction": perpendicular,
+        "parallel_energy": parallel.square(),
+        "perpendicular_energy": perpendicular.square(),
+        "cosine": parallel.copysign(found.alpha),
+        "update_over_reference": torch.where(
+            found.update == 0, torch.zeros_like(found.update), found.update / found.reference
+        ),
+    }
+
+
+def _prepare(update: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Working-precision update, reference scaled by a power of two to be near 1, and that power.
+
+    Without the scaling |r|^2 underflows below |r| = 1e-19 in float32, and a small reference would be
+    taken for a zero one. A power of two scales without rounding.
+    """
+    if update.shape != reference.shape:
+        raise GeometryError(
+            f"update {tuple(update.shape)} and reference {tuple(reference.shape)} differ in shape",
+            cure="give both the same shape; nothing is broadcast, so that no wrong reference slips through",
+        )
+    if not (update.is_floating_point() and reference.is_floating_point()):
+        raise GeometryError(
+            f"update {update.dtype} and reference {reference.dtype} must both be floating point",
+            cure="pass activations, not token ids",
+        )
+    if update.ndim == 0 or update.shape[-1] == 0:
+        raise GeometryError("vectors need a last axis of at least one component", cure="pass [..., d] tensors")
+    double = torch.float64 in (update.dtype, reference.dtype)
+    working = torch.float64 if double else torch.float32
+    u, r = update.to(working), reference.to(working)
+    largest = r.detach().abs().amax(-1, keepdim=True)
+    limit = 1022 if double else 126
+    exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
+    scale = torch.ldexp(torch.ones_like(largest), -exponent)
+    return u, r * scale, scale
+
+
+def _coefficient(u: Tensor, r: Tensor) -> Tensor:
+    """<u, r> / |r|^2 with the last axis kept; 0 for a zero reference."""
+    square = _dot(r, r)
+    return _dot(u, r) / square.masked_fill(square == 0, 1.0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product.unsqueeze(-1)
+
+
+def _column(scale: float | Tensor, like: Tensor) -> float | Tensor:
+    """A scale as a number, or as a tensor with an axis of size 1 for the vector components."""
+    if not isinstance(scale, Tensor):
+        return float(scale)
+    return scale.to(device=like.device, dtype=like.dtype).unsqueeze(-1)

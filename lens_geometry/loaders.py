@@ -1,0 +1,203 @@
+"""From files or the hub to a TransformerLens model; its classes are known to this file and the trainer only.
+
+TransformerLens and transformers, slow to import, are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lens_geometry import cache
+from lens_geometry.catalogue import OFFLINE_NAMES, did_you_mean
+from lens_geometry.errors import ModelError
+
+_HARMLESS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")  # buffers in old files
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+BOOT = "TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer)"
+
+
+def from_hub(name: str, backend: str, **settings: Any) -> Any:
+    """A model from the Hugging Face hub, unprocessed."""
+    if backend == "bridge":
+        return bridge_class().boot_transformers(name, **settings)
+    given = {key: value for key, value in settings.items() if value}
+    with _quiet_hooked():
+        return hooked_class().from_pretrained_no_processing(name, **given)
+
+
+def read_directory(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The Hugging Face model (eager attention, as the bridge wants it) and its tokenizer or None."""
+    import transformers
+
+    if not (directory / "config.json").is_file():
+        ggufs = sorted(directory.glob("*.gguf"))
+        raise ModelError(
+            "the directory has no config.json",
+            where=str(directory),
+            cure=f"give the file {ggufs[0]}" if ggufs else "give a directory that save_pretrained wrote",
+        )
+    with cache.quiet_transformers():
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    if missing := sorted(report["missing_keys"]):  # transformers only warns, and leaves them random
+        raise ModelError(
+            f"the weights lack {len(missing)} tensors, such as {missing[0]}",
+            where=str(directory),
+            cure="copy or save the model again, whole",
+        )
+    stray = [key for key in report["unexpected_keys"] if not key.endswith(_HARMLESS)]
+    if stray:
+        warnings.warn(
+            f"{directory}: the model has no place for {len(stray)} tensors of its file, such as "
+            f"{min(stray)}; is its config.json the right one?",
+            stacklevel=4,
+        )
+    if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        return model, None
+    try:
+        return model, transformers.AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # its parsers raise whatever they stumble upon
+        raise ModelError(
+            f"the tokenizer cannot be read ({type(error).__name__}: {error})",
+            where=str(directory),
+            cure="copy its files again, or remove them to load the model without a tokenizer",
+        ) from error
+
+
+def bridge_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
+    """TransformerBridge around a Hugging Face model, with or without a tokenizer."""
+    if tokenizer is not None:
+        return bridge_class().boot_transformers(
+            path, hf_model=hf_model, tokenizer=tokenizer, dtype=hf_model.dtype, device=device
+        )
+    build = importlib.import_module("transformer_lens.model_bridge.sources").build_bridge_from_module
+    architecture = (hf_model.config.architectures or [type(hf_model).__name__])[0]
+    return build(hf_model, architecture=architecture, hf_config=hf_model.config, device=device, model_name=path)
+
+
+def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
+    """HookedTransformer from a Llama model, with TransformerLens' own weight conversion.
+
+    `from_pretrained` refuses names that it does not list, and guesses the architecture from the path.
+    """
+    config = hf_model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    if config.model_type != "llama" or biased or rope.get("rope_type", "default") != "default":
+        kind = type(hf_model).__name__
+        raise ModelError(
+            f"a local {kind} cannot become a HookedTransformer here (only Llama without biases and with "
+            "plain rotary positions can)",
+            where=path,
+            cure='backend="bridge"',
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    cfg = importlib.import_module("transformer_lens").HookedTransformerConfig(
+        d_model=config.hidden_size,
+        d_head=d_head,
+        n_heads=heads,
+        d_mlp=config.intermediate_size,
+        n_layers=config.num_hidden_layers,
+        n_ctx=config.max_position_embeddings,
+        eps=config.rms_norm_eps,
+        d_vocab=config.vocab_size,
+        act_fn=config.hidden_act,
+        n_key_value_heads=kv_heads if kv_heads != heads else None,
+        normalization_type="RMS",
+        positional_embedding_type="rotary",
+        rotary_adjacent_pairs=False,
+        rotary_dim=d_head,
+        rotary_base=rope.get("rope_theta", 10000.0),
+        final_rms=True,
+        gated_mlp=True,
+        init_weights=False,
+        original_architecture="LlamaForCausalLM",
+        model_name=path,
+        dtype=hf_model.dtype,
+        device=device,
+    )
+    convert = importlib.import_module("transformer_lens.pretrained.weight_conversions").convert_llama_weights
+    with _quiet_hooked():
+        model = hooked_class()(cfg, tokenizer)
+    weights = {key: value.detach() for key, value in convert(hf_model, cfg).items()}
+    lacking = set(dict(model.named_parameters())) - set(weights)
+    unknown = model.load_state_dict(weights, strict=False).unexpected_keys
+    if lacking or unknown:
+        differing = sorted(lacking | set(unknown))
+        raise ModelError(
+            f"HookedTransformer and the weights differ in {differing}", where=path, cure='backend="bridge"'
+        )
+    return model
+
+
+def bridge_class() -> Any:
+    """TransformerBridge."""
+    return importlib.import_module("transformer_lens.model_bridge").TransformerBridge
+
+
+def hooked_class() -> Any:
+    """HookedTransformer, or None under TransformerLens 4, which has it no more."""
+    try:
+        return importlib.import_module("transformer_lens").HookedTransformer
+    except (ImportError, AttributeError):  # TransformerLens 4 raises ImportError
+        return None
+
+
+@contextlib.contextmanager
+def _quiet_hooked() -> Iterator[None]:
+    """HookedTransformer warns that it is deprecated, and prints where our results go."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+@contextlib.contextmanager
+def explained(name: str, directory: Path | None) -> Iterator[None]:
+    """Turn what transformers, safetensors and TransformerLens raise while loading into one ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        text, kind = " ".join(str(error).split()), type(error).__name__
+        if kind == "SafetensorError":
+            problem, cure = "the weights file is damaged", "copy or download it again"
+        elif isinstance(error, MemoryError) or kind == "OutOfMemoryError":
+            problem = "there is not enough memory for this model"
+            cure = 'dtype="bfloat16", a smaller model, or device="cpu"'
+        elif "mismatched" in text:
+            problem, cure = "the weights do not fit config.json", "copy or save the model again, whole"
+        elif "rchitecture" in text or "Unrecognized" in text:
+            problem = "this architecture is not supported"
+            cure = "TransformerBridge.list_supported_models() names what TransformerLens knows"
+        elif directory is None and ("couldn't connect" in text or isinstance(error, ConnectionError)):
+            problem = "the Hugging Face hub stopped answering"
+            cure = f"run it again; without a network use {', '.join(OFFLINE_NAMES)}"
+        elif "gated repo" in text:
+            problem, cure = "this model is gated", "accept its licence on the hub and set HF_TOKEN"
+        elif "valid model identifier" in text or "Repo id" in text:
+            problem = "the Hugging Face hub has no such model"
+            cure = f"{did_you_mean(name)}check the spelling, and HF_TOKEN if it is private"
+        elif directory is not None and isinstance(error, OSError | ValueError):
+            problem, cure = "the directory is incomplete or damaged", "copy or save the model again, whole"
+        else:
+            problem, cure = "the model cannot be loaded", f"load it with transformers, then wrap it: {BOOT}"
+        where = name if directory is None else str(directory)
+        raise ModelError(f"{problem} ({kind}: {text[:300]})", where=where, cure=cure) from error

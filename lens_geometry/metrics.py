@@ -1,0 +1,43 @@
+"""What an edit does to a model's output."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+from transformer_lens.utilities import lm_cross_entropy_loss
+
+
+class SequenceLosses(NamedTuple):
+    """Next-token losses of some sequences, in nats, as sums so that any mean can be made of them.
+
+    `sums` over the scored tokens with a finite loss, `counts` of the scored tokens, `nonfinite` how many of
+    those had no finite loss.
+    """
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    nonfinite: NDArray[np.int64]
+
+
+def token_losses(
+    logits: Float[Tensor, "batch pos vocab"], ids: Int[Tensor, "batch pos"]
+) -> Float[Tensor, "batch pos-1"]:
+    """The loss of predicting each next token, in nats; float32 whatever the logits' dtype."""
+    losses = lm_cross_entropy_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), ids, per_token=True)
+    assert isinstance(losses, Tensor)
+    return losses
+
+
+@torch.no_grad()
+def sequence_losses(model: Any, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]) -> SequenceLosses:
+    """One forward pass; a token is scored when it and the one that predicts it are real."""
+    losses = token_losses(model(ids, return_type="logits"), ids)
+    scored = (mask[:, 1:] & mask[:, :-1]).to(losses.device)
+    finite = torch.isfinite(losses)
+    sums = torch.where(scored & finite, losses, losses.new_zeros(())).cpu().double().sum(1)
+    return SequenceLosses(sums.numpy(), scored.sum(1).cpu().numpy(), (scored & ~finite).sum(1).cpu().numpy())

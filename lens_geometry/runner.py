@@ -1,0 +1,271 @@
+"""HOW an experiment is run: many edits over much text, in batches, with progress, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lens_geometry import models
+from lens_geometry.anatomy import at_rest, attached, inspect, probe_tokens
+from lens_geometry.data import Tokens, tokenize
+from lens_geometry.edits import Batch, Hooks, applied
+from lens_geometry.errors import HookError, ModelError, ResultError
+from lens_geometry.metrics import SequenceLosses, sequence_losses
+from lens_geometry.results import jsonable, versions
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What every experiment needs to know about its text and its batches.
+
+    Attributes:
+        sequence_length: tokens per sequence.
+        max_sequences: how many sequences, spread evenly over the text; None takes all.
+        batch_size: sequences per forward pass; changes speed and memory, not results.
+        prepend_bos: put the tokenizer's BOS before every sequence.
+        seed: of noise and of the bootstrap.
+        progress: show progress bars.
+    """
+
+    sequence_length: int = 256
+    max_sequences: int | None = 16
+    batch_size: int = 8
+    prepend_bos: bool = False
+    seed: int = 0
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One edit to be run over the text: a stable key, and its hooks made for the batches to come."""
+
+    key: str
+    hooks: Callable[[Batch], Hooks]
+
+
+def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
+    """The tokens of an experiment. Raises ModelError or DataError for what cannot be used."""
+    models.require_model(model)
+    if settings.batch_size < 1:
+        raise ModelError(f"batch_size is {settings.batch_size}", cure="pass 1 or more")
+    for warning in models.processing_warnings(model):
+        warnings.warn(warning, stacklevel=3)
+    return tokenize(
+        model,
+        data,
+        sequence_length=settings.sequence_length,
+        max_sequences=settings.max_sequences,
+        prepend_bos=settings.prepend_bos,
+    )
+
+
+def batches(
+    model: Any, tokens: Tokens, batch_size: int
+) -> Iterator[tuple[range, Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]]:
+    """`(sequence numbers, ids, mask)` of each batch, on the model's device."""
+    device = next(model.parameters()).device
+    for start in range(0, len(tokens.ids), batch_size):
+        rows = range(start, min(start + batch_size, len(tokens.ids)))
+        yield (
+            rows,
+            tokens.ids[rows.start : rows.stop].to(device),
+            tokens.mask[rows.start : rows.stop].to(device),
+        )
+
+
+def bar(total: int, what: str, progress: bool) -> tqdm[Any]:
+    """A progress bar that appears after two seconds."""
+    interval = 0.2 if sys.stderr.isatty() else 20.0  # a log file gets a line now and then
+    return tqdm(
+        total=total,
+        desc=what,
+        delay=2,
+        disable=not progress,
+        leave=False,
+        dynamic_ncols=True,
+        mininterval=interval,
+    )
+
+
+def run_conditions(
+    model: Any,
+    tokens: Tokens,
+    conditions: Sequence[Condition],
+    settings: RunSettings,
+    *,
+    journal: Path | None = None,
+    about: dict[str, Any] | None = None,
+) -> dict[str, SequenceLosses]:
+    """Losses of every sequence without edits (key "base") and under each condition.
+
+    With a `journal`, each finished condition is written to it at once, and those that are in it are not
+    run again; `about` says what the numbers depend on, and a journal of something else is refused.
+    Raises ModelError when the unedited model gives no finite loss, HookError when an edit does nothing,
+    ResultError when the journal cannot be used.
+    """
+    done = Journal(journal, about or {}) if journal else Journal(None, {})
+    todo = [Condition("base", lambda _: []), *conditions]
+    todo = [condition for condition in todo if condition.key not in done.losses]
+    steps = -(-len(tokens.ids) // settings.batch_size)
+    with at_rest(model), bar(len(todo) * steps, "conditions", settings.progress) as progress:
+        for condition in todo:
+            progress.set_postfix_str(condition.key, refresh=False)
+            batch, found = Batch(), []
+            with applied(model, condition.hooks(batch)):
+                for rows, ids, mask in batches(model, tokens, settings.batch_size):
+                    batch.ids, batch.mask = rows, mask
+                    found.append(sequence_losses(model, ids, mask))
+                    progress.update()
+            losses = SequenceLosses(*map(np.concatenate, zip(*found, strict=True)))
+            if condition.key == "base" and losses.nonfinite.any():
+                raise _nonfinite_base(model, tokens, losses)
+            done.add(condition.key, losses)
+    return done.losses
+
+
+class Journal:
+    """Finished conditions, one JSON line each, so that a killed run loses at most the one it was in.
+
+    Numbers survive the round trip to the last bit. Without a path it only remembers.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+        self.path, self.losses = path, dict[str, SequenceLosses]()
+        if path is None:
+            return
+        head = json.dumps(jsonable(about), sort_keys=True)
+        if path.exists() and path.stat().st_size:
+            self._read(path, head)
+        else:
+            self._write(head + "\n", "wb")
+
+    def add(self, key: str, losses: SequenceLosses) -> None:
+        self.losses[key] = losses
+        if self.path is not None:
+            line = {"key": key, **{name: array.tolist() for name, array in losses._asdict().items()}}
+            self._write(json.dumps(line) + "\n", "ab")
+
+    def _read(self, path: Path, head: str) -> None:
+        cure = "give another --out directory, or delete this file to start again"
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        try:
+            first, *lines = whole.decode("utf-8").splitlines() or [""]
+            found = [json.loads(line) for line in lines]
+            before = json.loads(first)
+            losses = {
+                line["key"]: SequenceLosses(
+                    np.array(line["sums"], np.float64), np.array(line["counts"]), np.array(line["nonfinite"])
+                )
+                for line in found
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise ResultError(
+                f"the journal of an earlier run is damaged ({error})", where=str(path), cure=cure
+            ) from error
+        now = json.loads(head)
+        different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if different:
+            raise ResultError(
+                f"an earlier run left its journal here, and it differs in: {', '.join(different)}",
+                where=str(path),
+                cure=cure,
+            )
+        self.losses.update(losses)
+        if len(whole) < len(text):  # killed while writing the last line
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+
+    def _write(self, text: str, mode: str) -> None:
+        assert self.path is not None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open(mode) as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ResultError(
+                f"the journal could not be written ({error.strerror or error}); what it holds is kept",
+                where=str(self.path),
+                cure="free space or choose another --out, and run the same command again to go on",
+            ) from error
+
+
+def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: float, **more: Any) -> dict[str, Any]:
+    """A result's meta: what was run, on what, with which versions."""
+    return {
+        "model": models.describe(model),
+        "data": tokens.meta,
+        "settings": {key: jsonable(value) for key, value in asdict(settings).items() if key != "progress"},
+        "seed": settings.seed,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - started, 2),
+        "warnings": models.processing_warnings(model),
+        **more,
+    }
+
+
+def identity_of_run(model: Any, tokens: Tokens, settings: Any) -> dict[str, Any]:
+    """What a number depends on, for resuming: batch size and progress do not belong to it."""
+    about = models.describe(model)
+    kept = {key: value for key, value in asdict(settings).items() if key not in ("progress", "batch_size")}
+    return {
+        "model_fingerprint": about["fingerprint"],
+        "dtype": about["dtype"],
+        "class": about["class"],
+        "tokens_sha256": tokens.meta["tokens_sha256"],
+        "versions": {
+            name: v for name, v in versions().items() if name in ("torch", "transformer-lens", "transformers")
+        },
+        **{f"settings.{key}": jsonable(value) for key, value in kept.items()},
+    }
+
+
+def check_effect(model: Any, hook_name: str) -> None:
+    """Raise HookError unless zeroing a hook changes the model's logits: some hooks are only shown, not used."""
+    ids = probe_tokens(model)
+    with at_rest(model):
+        before = model(ids, return_type="logits")
+        with applied(model, [(hook_name, lambda tensor, hook: torch.zeros_like(tensor))]):
+            after = model(ids, return_type="logits")
+    if torch.equal(before, after):
+        raise HookError(
+            "an edit of this hook does not reach the model's output",
+            where=hook_name,
+            cure="use another site, or load the model as another class (backend='hooked' or 'bridge')",
+        )
+
+
+def _nonfinite_base(model: Any, tokens: Tokens, losses: SequenceLosses) -> ModelError:
+    """The error for a model that has no finite loss before anything is edited, naming the first bad layer."""
+    row = int(np.flatnonzero(losses.nonfinite)[0])
+    bad: list[str] = []
+
+    def look(tensor: Tensor, hook: Any) -> None:
+        if not torch.isfinite(tensor).all():
+            bad.append(str(hook.name))
+
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(inspect(model).n_layers)]
+    with attached(model, [(name, look) for name in names]):
+        model(tokens.ids[row : row + 1].to(next(model.parameters()).device), return_type="logits")
+    return ModelError(
+        f"the unedited model gives {int(losses.nonfinite.sum())} losses that are not finite (first in sequence {row})",
+        where=bad[0] if bad else "the output layer",
+        cure="check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
+    )

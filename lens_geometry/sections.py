@@ -1,0 +1,231 @@
+"""The report's section for one result: warnings, how to read it, figures, short tables, the whole table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from lens_geometry import html_pieces as pieces
+from lens_geometry import plots
+from lens_geometry.axes import interval, number
+from lens_geometry.results import Result
+from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
+
+SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
+TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+SITES = {
+    "attn": "what attention adds to the residual stream, against the stream it is added to",
+    "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
+    "block": "what the whole layer adds to the residual stream, against the layer's input",
+    "value": "a head's attention-weighted sum of values, before W_O, against the token's own value",
+    "value_excl_self": "the same sum over the other tokens only, against the token's own value",
+}
+METRICS = {
+    "parallel_ratio": "Size of the parallel part over size of the perpendicular part: at 1 they are equal.",
+    "alpha": "Length along the reference in units of the reference; below zero the update shrinks it.",
+    "parallel_fraction": "Each part's share of the update's length; per token, their squares sum to 1.",
+    "update_over_reference": "Length of the update over length of its reference: how large the step is.",
+}
+CONTROLS = {
+    "isotropic": "a random change with, for every token, the same length as the edit's change",
+    "gain": "both parts scaled alike, so the direction of the update is kept",
+    "random_reference": "the edit made along a random direction instead of the reference",
+    "shuffled_reference": "the edit made along the reference of another token",
+}
+PROFILE_WORDS = (
+    "Every update is split into a part along its reference and a part perpendicular to it. A point is the "
+    "mean over tokens at one layer, all heads together; its bar is the 95 % interval of that mean, and the "
+    "band holds the middle 80 % of tokens. A cross marks a mean that is not finite, an open marker one that "
+    "left tokens out."
+)
+SWEEP_WORDS = (
+    "Each update becomes s_par times its parallel part plus s_perp times its perpendicular part. At 1 "
+    "nothing is edited, so the change is zero by definition. Bars are 95 % intervals over sequences, paired "
+    "with the unedited run. Axes of change are symmetric-log: even near zero, then every labelled step is a "
+    "factor. A cross marks a condition where some losses were not finite and are left out."
+)
+
+
+def heading(result: Result) -> str:
+    """The section's title."""
+    return TITLES.get(result.experiment, result.experiment.replace("_", " ").capitalize())
+
+
+def section(result: Result, place: int) -> str:
+    """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
+    key = f"part{place}"
+    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
+    return "\n".join(
+        [
+            f'<section id="{key}"><h2>{pieces.text(heading(result))}</h2>',
+            f'<p class="run">{pieces.text(_measured_on(result))}</p>',
+            pieces.notes(dict.fromkeys(warnings)),
+            *inside(result.table, key),
+            pieces.download(result.table, key, result.experiment),
+            "</section>",
+        ]
+    )
+
+
+def _measured_on(result: Result) -> str:
+    """How much text this one result is from; results of one report may differ in that."""
+    data = result.meta.get("data")
+    counts = data if isinstance(data, dict) else {}
+    sizes = [f"{counts[key]:,} {word}" for key, word in SIZES.items() if isinstance(counts.get(key), int)]
+    mask = result.meta.get("token_mask")
+    return "; ".join([", ".join(sizes), *([str(mask)] if mask else [])]).strip("; ")
+
+
+def profile_section(table: pd.DataFrame, key: str) -> list[str]:
+    """A panel per metric, a map of heads per site that has them, and the means over layers."""
+    pooled = table[table["head"].isna()]
+    metrics = [name for name in plots.METRICS if name in set(pooled["metric"])]
+    sites = list(pooled["site"].unique())
+    figures = [
+        pieces.plot(plots.profile_figure(table, [name]), f"{key}-{name}", plots.METRICS[name][0], METRICS[name])
+        for name in metrics
+    ]
+    heads = table[table["head"].notna() & (table["metric"] == "parallel_fraction")]
+    if len(heads):
+        scale = plots.profile_heads_figure(table).layout.coloraxis
+        caption = "parallel_fraction of every head, mean over tokens; one colour scale for all sites."
+        for site in heads["site"].unique():
+            drawn = plots.profile_heads_figure(heads[heads["site"] == site])
+            drawn.update_layout(coloraxis={"cmin": scale.cmin, "cmax": scale.cmax, "colorbar": {"title": None}})
+            title = f"{site}, head by head"
+            figures.append(pieces.plot(drawn, f"{key}-heads-{site}", title, caption, switched=False))
+    switches = "".join(map(pieces.site_switch, sites)) + pieces.role_switch("band", "middle 80 % of tokens", on=True)
+    rows = []
+    for site, part in pooled.groupby("site", sort=False):
+        means = [part.loc[part["metric"] == name, "mean"].astype(float) for name in metrics]
+        rows.append([str(site), *(f"{number(m.mean())}\n{number(m.min())} to {number(m.max())}" for m in means)])
+    caption = "Mean over tokens, then over layers; in small print the lowest and the highest layer."
+    return [
+        *_reading(PROFILE_WORDS, {site: SITES.get(site, "") for site in sites}),
+        pieces.fieldset("Show in the figures", switches),
+        f'<div class="figures">{"".join(figures)}</div>',
+        pieces.grid(caption, ["site", *metrics], rows),
+    ]
+
+
+def sweep_section(table: pd.DataFrame, key: str) -> list[str]:
+    """The two panels, the edit beside its controls at scale 0, and short tables of both."""
+    table = table.assign(label=series_labels(table))
+    components = [name for name in SCALES if name in set(table["component"])]
+    quantities = [name for name in UNITS if f"{name}_change" in table]
+    figures = []
+    for quantity in quantities:
+        for part in components:
+            drawn, name = plots.sweep_figure(table, [part], [quantity]), f"{key}-{quantity}-{part}"
+            title = f"{UNITS[quantity].capitalize()}, by {SCALES[part]}"
+            caption = f"{SCALES[part]} is varied, the other part is kept. The dotted line is the unedited model."
+            figures.append(pieces.plot(drawn, name, title, caption, quantity=quantity))
+        for part in components:
+            controls = _controls_at_zero(table, part)
+            if not controls:
+                continue
+            marks = [f"{pieces.GLYPHS.get(control(name)[2], '✚')} {control(name)[0]}" for name in controls]
+            caption = f"● the edit, {', '.join(marks)}. The axis is the same for both parts."
+            title = f"Removing the {part} part, beside its controls"
+            drawn, name = (
+                plots.controls_figure(table, part, 0.0, quantity),
+                f"{key}-{quantity}-{part}-controls",
+            )
+            figures.append(pieces.plot(drawn, name, title, caption, quantity=quantity, switched=False))
+    sites = list(table["site"].unique())
+    controls = [name for name in table["control"].unique() if name != "none"]
+    switches = "".join(map(pieces.site_switch, sites))
+    switches += "".join(pieces.role_switch(name, control(name)[0], control(name)[1]) for name in controls)
+    meanings = {site: SITES.get(site, "") for site in sites}
+    meanings |= {control(name)[0]: CONTROLS.get(name, "") for name in controls}
+    return [
+        *_reading(SWEEP_WORDS, meanings),
+        pieces.fieldset("Show in the figures", switches),
+        pieces.fieldset("Measured as change of", pieces.quantity_switches(f"{key}-quantity", quantities)),
+        f'<div class="figures">{"".join(figures)}</div>',
+        *_sweep_tables(table, components, quantities),
+    ]
+
+
+def _sweep_tables(table: pd.DataFrame, components: list[str], quantities: list[str]) -> Iterable[str]:
+    edits, labels = table[table["control"] == "none"], list(table["label"].unique())
+    wanted = [(part, scale) for part in components for scale in (0.5, 0.0) if len(_at(edits, part, scale))]
+    for quantity in quantities if wanted else []:
+        base = f"; unedited loss {number(table['base_loss'].iloc[0], digits=4)} nats per token"
+        caption = f"Change of {quantity}, with 95 % intervals{base if quantity == 'loss' else ''}."
+        columns = ["site", *(f"{SCALES[part]} = {scale:g}" for part, scale in wanted)]
+        rows = [[label, *(_entry(_at(edits, *at), label, quantity) for at in wanted)] for label in labels]
+        shown = pieces.grid(caption, columns, rows)
+        yield shown if quantity == "loss" else pieces.details(f"The same in {quantity}", shown)
+    for part in components:
+        controls, removed = _controls_at_zero(table, part), _at(table, part, 0.0)
+        if controls:
+            by_name = [removed[removed["control"] == name] for name in ("none", *controls)]
+            rows = [[label, *(_entry(found, label, "loss") for found in by_name)] for label in labels]
+            caption = f"Change of loss without the {part} part ({SCALES[part]} = 0), beside its controls."
+            yield pieces.grid(caption, ["site", "the edit", *(control(name)[0] for name in controls)], rows)
+
+
+def _at(table: pd.DataFrame, component: str, scale: float) -> pd.DataFrame:
+    return table[(table["component"] == component) & np.isclose(table["scale"].astype(float), scale)]
+
+
+def _controls_at_zero(table: pd.DataFrame, component: str) -> list[str]:
+    """The controls beside the removal of one component, in the table's order."""
+    return [str(name) for name in _at(table, component, 0.0)["control"].unique() if name != "none"]
+
+
+def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
+    rows = rows[rows["label"] == label]
+    if rows.empty:
+        return "not measured"
+    row = rows.iloc[0]
+    if row["status"] != "ok":
+        return f"not finite\nfor {row['n_nonfinite']:,} tokens"
+    value, low, high = (row[f"{quantity}_change{end}"] for end in ("", "_low", "_high"))
+    return interval(value, low, high, signed=True).replace(" [", "\n[")
+
+
+def plain_section(table: pd.DataFrame, key: str) -> list[str]:
+    """The first rows of a table that has no section of its own."""
+    rows = [
+        [number(value) if isinstance(value, float) else str(value) for value in row]
+        for row in table.head(20).itertuples(index=False)
+    ]
+    return [pieces.grid(f"The first {len(rows)} of {len(table):,} rows.", list(map(str, table.columns)), rows)]
+
+
+def _reading(words: str, meanings: dict[str, str]) -> list[str]:
+    return [
+        f"<p>{pieces.text(words)}</p>",
+        pieces.details("What the names mean", pieces.definitions(meanings)),
+    ]
+
+
+def table_warnings(result: Result) -> list[str]:
+    """What a reader of the figures must know: conditions lost, tokens left out, no intervals, no controls."""
+    table = result.table
+    if result.experiment == "profile":
+        left_out = table[(table["n_infinite"] + table["n_undefined"] > 0) & table["head"].isna()]
+        return [
+            f"{metric}: {len(rows):,} of the means over all heads leave out tokens where it is infinite or "
+            f"undefined ({', '.join(map(str, rows['site'].unique()))})."
+            for metric, rows in left_out.groupby("metric", sort=False)
+        ]
+    if result.experiment != "scaling_sweep":
+        return []
+    found, lost = [], table[table["status"] != "ok"]
+    if len(lost):
+        scales = lost["component"].map(lambda name: SCALES.get(name, name)) + " = " + lost["scale"].map("{:g}".format)
+        named = list(dict.fromkeys(lost["site"].astype(str) + " at " + scales))
+        more = f" and {len(named) - 5:,} more" if len(named) > 5 else ""
+        count = f"{len(lost):,} of {len(table):,} conditions have losses that are not finite"
+        found.append(f"{count}: {', '.join(named[:5])}{more}.")
+    if (table["n_sequences"] < 2).any():
+        found.append("There was one sequence only, so no number here has an interval.")
+    if (table["control"] == "none").all():
+        found.append("No controls were run, so an effect of direction can't be told from one of size.")
+    return found

@@ -1,0 +1,190 @@
+"""WHERE an update is read and edited: each site names its update, its reference and its hooks once.
+
+A site's `vectors` turns one layer's activations into (update, reference); everything else in the package
+(profile, scaling, perturbation, compression error, suppression, patching) is a verb on that pair.
+
+Nothing here has seen a model; whether a live model has a site is `anatomy.py`'s question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_geometry.errors import SiteError
+
+Activations = Mapping[str, Tensor]
+Grouping = Literal["each", "kv_group", "merged"]
+GROUPINGS: tuple[Grouping, ...] = ("each", "kv_group", "merged")
+
+HOOKS = {
+    "resid_pre": "blocks.{}.hook_resid_pre",
+    "v": "blocks.{}.attn.hook_v",
+    "pattern": "blocks.{}.attn.hook_pattern",
+    "z": "blocks.{}.attn.hook_z",
+    "attn_out": "blocks.{}.hook_attn_out",
+    "resid_mid": "blocks.{}.hook_resid_mid",
+    "mlp_out": "blocks.{}.hook_mlp_out",
+    "resid_post": "blocks.{}.hook_resid_post",
+}
+"""Short name -> TransformerLens hook name, in a block's usual firing order (`anatomy.py` records the real one)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in a block.
+
+    Attributes:
+        name: the field's name for it.
+        target: short name of the hook that an edit changes; the update is all or part of it.
+        reads: short names of the hooks that must have fired before, for the reference.
+        has_heads: whether vectors live in value space, with a head axis.
+        vectors: `(activations, reads) -> (update, reference)`, both [batch, pos, (head,) d].
+        identity: the sum that must hold on a live model, in words.
+    """
+
+    name: str
+    target: str
+    reads: tuple[str, ...]
+    has_heads: bool
+    vectors: Callable[[Activations], tuple[Tensor, Tensor]]
+    identity: str
+
+
+def expand_kv(v: Float[Tensor, "batch pos kv d"], n_heads: int) -> Float[Tensor, "batch pos head d"]:
+    """Give each query head the value vector of its own KV head (grouped-query attention).
+
+    Heads 0..g-1 share KV head 0, the next g share KV head 1, and so on.
+    Raises SiteError when the number of heads is no multiple of the number of KV heads.
+    """
+    if v.ndim != 4 or n_heads % v.shape[2]:
+        raise SiteError(
+            f"values of shape {tuple(v.shape)} cannot serve {n_heads} query heads",
+            where="hook_v",
+            cure="hook_v must be [batch, pos, kv_head, d_head] with kv_head dividing the query heads",
+        )
+    return repeat(v, "batch pos kv d -> batch pos (kv group) d", group=n_heads // v.shape[2])
+
+
+def self_weight(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch query head 1"]:
+    """A_tt, the attention each token pays to itself. With a KV cache the queries are the last keys."""
+    queries, keys = pattern.shape[-2:]
+    diagonal = torch.diagonal(pattern, offset=keys - queries, dim1=-2, dim2=-1)
+    return rearrange(diagonal, "batch head query -> batch query head 1")
+
+
+def _value(acts: Activations) -> tuple[Tensor, Tensor]:
+    return acts["z"], expand_kv(acts["v"], acts["z"].shape[2])
+
+
+def _value_excl_self(acts: Activations) -> tuple[Tensor, Tensor]:
+    z, v = _value(acts)
+    working = torch.promote_types(z.dtype, torch.float32)  # the difference, too, before any cast back
+    return z.to(working) - self_weight(acts["pattern"]).to(working) * v.to(working), v
+
+
+def _block(acts: Activations) -> tuple[Tensor, Tensor]:
+    before = acts["resid_pre"]
+    working = torch.promote_types(before.dtype, torch.float32)
+    return acts["resid_post"].to(working) - before.to(working), before
+
+
+def _mlp_reference(acts: Activations) -> Tensor:
+    return acts["resid_mid"] if "resid_mid" in acts else acts["resid_pre"]
+
+
+SITES: Mapping[str, Site] = {
+    site.name: site
+    for site in (
+        Site(
+            "attn", "attn_out", ("resid_pre",), False,
+            lambda acts: (acts["attn_out"], acts["resid_pre"]),
+            "resid_pre + attn_out = resid_mid",
+        ),
+        Site(
+            "mlp", "mlp_out", ("resid_mid",), False,
+            lambda acts: (acts["mlp_out"], _mlp_reference(acts)),
+            "resid_mid + mlp_out = resid_post",
+        ),
+        Site(
+            "block", "resid_post", ("resid_pre",), False,
+            _block,
+            "resid_post of a layer = resid_pre of the next",
+        ),
+        Site("value", "z", ("v",), True, _value, "z = pattern @ v"),
+        Site("value_excl_self", "z", ("v", "pattern"), True, _value_excl_self, "z = pattern @ v"),
+        Site(
+            "resid", "resid_pre", (), False,
+            lambda acts: (acts["resid_pre"], acts["resid_pre"]),
+            "resid_pre is read by the block",
+        ),
+    )
+}  # fmt: skip
+
+
+def choose_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
+    """Layer numbers from None (all), an int, a slice or an iterable of ints; negatives count from the end.
+
+    Raises SiteError for a layer that does not exist, for none at all, and for one given twice.
+    """
+    return _choose(layers, n_layers, "layer")
+
+
+def choose_heads(heads: Any, n_heads: int) -> tuple[int, ...]:
+    """As `choose_layers`, for heads (or head groups)."""
+    return _choose(heads, n_heads, "head")
+
+
+def _choose(which: Any, count: int, what: str) -> tuple[int, ...]:
+    if which is None:
+        return tuple(range(count))
+    if isinstance(which, slice):
+        which = range(count)[which]
+    items = list(which) if isinstance(which, Iterable) else [which]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or not -count <= item < count:
+            raise SiteError(f"there is no {what} {item!r}", cure=f"the model has {what}s 0 to {count - 1}")
+    chosen = tuple(sorted(item % count for item in items))
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise SiteError(f"{what}s {items} select none, or one twice", cure=f"name each {what} once")
+    return chosen
+
+
+def group_heads(x: Float[Tensor, "batch pos head d"], grouping: Grouping, n_kv_heads: int) -> Tensor:
+    """Value-space vectors by head, KV group or all heads at once: [batch, pos, group, heads_in_group * d].
+
+    Raises SiteError for an unknown grouping.
+    """
+    if grouping == "each":
+        return x
+    if grouping == "kv_group":
+        return rearrange(x, "batch pos (kv group) d -> batch pos kv (group d)", kv=n_kv_heads)
+    if grouping == "merged":
+        return rearrange(x, "batch pos head d -> batch pos 1 (head d)")
+    raise SiteError(f"there is no head grouping {grouping!r}", cure=f"choose one of {', '.join(GROUPINGS)}")
+
+
+def ungroup_heads(x: Float[Tensor, "batch pos group e"], n_heads: int) -> Float[Tensor, "batch pos head d"]:
+    """The inverse of `group_heads`."""
+    within = n_heads // x.shape[2]
+    return rearrange(x, "batch pos group (within d) -> batch pos (group within) d", within=within)
+
+
+def token_mask(real: Bool[Tensor, "sequence pos"], *, exclude: Iterable[int] = (0,)) -> Bool[Tensor, "sequence pos"]:
+    """Which tokens are measured: the real ones (no padding) outside the excluded positions.
+
+    Position 0 is out by default, BOS or not: a token there attends to itself alone, so in value space its
+    update *is* its reference. Raises SiteError for a position outside the sequence.
+    """
+    mask = real.clone()
+    for position in exclude:
+        if not -mask.shape[1] <= position < mask.shape[1]:
+            raise SiteError(f"no position {position} to leave out", cure=f"positions are 0 to {mask.shape[1] - 1}")
+        mask[:, position] = False
+    return mask

@@ -1,0 +1,116 @@
+"""Intervals and running summaries.
+
+Sequences, not tokens, are what is resampled: the tokens of one text depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Floats = NDArray[np.float64]
+CONFIDENCE = 0.95
+QUANTILES = (0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95)
+
+
+def bootstrap_interval(
+    samples: Sequence[Floats], statistic: Callable[..., Floats], *, seed: int = 0, resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile interval (95 %) of a statistic of paired samples, by resampling their common first axis.
+
+    `statistic(*samples, axis)` reduces `axis`. With fewer than two items there is no interval: (nan, nan).
+
+    >>> low, high = bootstrap_interval([np.arange(10.0)], lambda x, axis: x.mean(axis))
+    >>> low < 4.5 < high
+    True
+    """
+    if len(samples[0]) < 2:
+        return float("nan"), float("nan")
+    with np.errstate(all="ignore"):
+        found = stats.bootstrap(
+            samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=CONFIDENCE,
+            method="percentile", rng=np.random.default_rng(seed),
+        )  # fmt: skip
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+class TokenSample:
+    """A uniform sample of at most `size` tokens from a stream of sequences; the same whatever the batches.
+
+    Each token gets a random priority from its sequence's own generator, and the lowest ones stay. `add`
+    says which tokens of a batch enter the sample and in which slot.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+        self.priorities = np.empty(0)
+
+    def add(self, sequences: Sequence[int], mask: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """`(places, slots)`: flat indices into [sequence, pos] of the tokens that enter, and their slots."""
+        drawn = [np.random.default_rng((self.seed, 0, s)).random(mask.shape[1]) for s in sequences]
+        places = np.flatnonzero(mask)
+        fresh = np.stack(drawn).reshape(-1)[places]
+        kept = len(self.priorities)
+        merged = np.concatenate([self.priorities, fresh])
+        stay = np.sort(np.argsort(merged, kind="stable")[: self.size])
+        entering = stay[stay >= kept] - kept
+        free = np.setdiff1d(np.arange(min(self.size, len(merged))), stay[stay < kept])
+        self.priorities = np.concatenate([self.priorities, np.empty(len(free) - (kept - (stay < kept).sum()))])
+        self.priorities[free] = fresh[entering]
+        return places[entering], free
+
+
+def poisson_weights(sequences: Sequence[int], replicates: int, seed: int) -> Floats:
+    """How often each sequence stands in each bootstrap replicate, [replicate, sequence].
+
+    The bootstrap of a stream: counts that are Poisson(1) per sequence stand for drawing with replacement,
+    and need neither the number of sequences nor the sequences themselves.
+    """
+    rows = [np.random.default_rng((seed, 1, s)).poisson(1.0, replicates) for s in sequences]
+    return np.stack(rows, 1).astype(np.float64)
+
+
+class RunningSummary:
+    """Mean, spread and bootstrap interval of per-token numbers, in memory that does not grow with them.
+
+    Fed with sums per sequence; all arrays are [sequence, group, metric].
+    """
+
+    def __init__(self, groups: int, metrics: int, replicates: int) -> None:
+        self.count, self.total, self.square = (np.zeros((groups, metrics)) for _ in range(3))
+        self.infinite, self.undefined = (np.zeros((groups, metrics), dtype=np.int64) for _ in range(2))
+        self.replicate_count, self.replicate_total = (np.zeros((replicates, groups, metrics)) for _ in range(2))
+
+    def add(self, counts: Floats, totals: Floats, squares: Floats, weights: Floats) -> None:
+        """Add a batch: per sequence how many finite numbers, their sum, the sum of their squares."""
+        self.count += counts.sum(0)
+        self.total += totals.sum(0)
+        self.square += squares.sum(0)
+        self.replicate_count += np.tensordot(weights, counts, 1)
+        self.replicate_total += np.tensordot(weights, totals, 1)
+
+    def statistics(self, groups: list[int]) -> dict[str, Floats]:
+        """mean, std, ci_low and ci_high of some groups pooled, one number per metric."""
+        n, total, square = (x[groups].sum(0) for x in (self.count, self.total, self.square))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = total / n
+            variance = np.maximum(square / n - mean**2, 0.0) * n / (n - 1)
+            means = self.replicate_total[:, groups].sum(1) / self.replicate_count[:, groups].sum(1)
+        tail = (1 - CONFIDENCE) / 2
+        low, high = quantiles(means.T, (tail, 1 - tail)).T
+        return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}
+
+
+def quantiles(values: Floats, which: Sequence[float] = QUANTILES) -> Floats:
+    """Quantiles along the last axis, by default `QUANTILES`; [..., values] gives [..., quantiles].
+
+    They are values that occur (no interpolation, which inf would spoil): inf counts as the largest number,
+    NaN is left out, and where all are NaN so is the quantile.
+    """
+    ordered = np.sort(values, axis=-1)  # NaN goes last
+    n = (~np.isnan(values)).sum(-1)
+    places = np.clip(np.ceil(np.asarray(which) * n[..., None]).astype(np.intp) - 1, 0, None)
+    return np.take_along_axis(ordered, places, -1)

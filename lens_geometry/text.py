@@ -1,0 +1,227 @@
+"""Documents and where they come from: bundled prose, local files, Hugging Face data sets.
+
+load_text("austen")                        bundled, public domain, needs no network
+load_text("my-notes.txt")                  one document; a directory is a document per .txt file
+load_text("hf-joined:Salesforce/wikitext:wikitext-2-raw-v1:test:text")
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lens_geometry.errors import DataError
+
+PUBLIC_DOMAIN = "public domain (published before 1929; the author died more than 70 years ago)"
+BUNDLED = {
+    "austen": "six novels of Jane Austen, by chapters (see lens_geometry/assets/SOURCES.md)",
+    "moby-dick": "Herman Melville, Moby-Dick, by chapters (see lens_geometry/assets/SOURCES.md)",
+}
+LARGEST = 1_000_000_000  # bytes of a file, or characters of a data set, read without being asked for fewer
+TEXT_NAMES = (
+    f"pass a bundled name ({', '.join(BUNDLED)}), a .txt file or a directory of them, "
+    "or hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]"
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents with their provenance. Sequences of tokens are never cut across two documents.
+
+    `sha256` is computed over the UTF-8 bytes of every document, each preceded by its length in 8 bytes.
+    Raises DataError without a document, and for one that is empty or not encodable.
+    """
+
+    name: str
+    documents: tuple[str, ...]
+    source: str = "given by the caller"
+    licence: str = "unknown"
+    titles: tuple[str, ...] = ()
+    max_characters: int | None = None  # set when only the first characters of the source were read
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        for number, document in enumerate(self.documents):
+            where = f"{self.name}, document {number}"
+            if not isinstance(document, str):
+                raise DataError(f"a document is a {type(document).__name__}", where=where, cure="pass strings")
+            if not document.strip():
+                raise DataError("the document is empty or only white space", where=where, cure="leave it out")
+            try:
+                data = document.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    "the document holds half a surrogate pair", where=where, cure="decode it anew"
+                ) from error
+            digest.update(len(data).to_bytes(8, "little") + data)
+        if not self.documents:
+            raise DataError("the text has no documents", where=self.name, cure="pass at least one document")
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+
+def load_text(name: str | os.PathLike[str], *, max_characters: int | None = None) -> Text:
+    """Text by name. Line ends become line feeds and a byte order mark is dropped; nothing else is changed.
+
+    Args:
+        name: one of
+            `"austen"`, `"moby-dick"`: bundled, a document per chapter;
+            a path: a UTF-8 `.txt` file (one document), or a directory whose `.txt` files are a document each;
+            `"hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]"`: a Hugging Face data set (or a local directory that
+            `datasets` reads), a document per row; an empty part means no config, split `test`, column `text`;
+            `"hf-joined:..."`: the same, the rows being the paragraphs of one long document, as in WikiText:
+            `"hf-joined:Salesforce/wikitext:wikitext-2-raw-v1"`.
+        max_characters: read only this many characters from the start; recorded in the result.
+
+    Raises DataError when the source is missing, unreachable, empty, binary, not UTF-8 or larger than 1 GB.
+    """
+    if max_characters is not None and max_characters < 1:
+        problem = f"max_characters is {max_characters}"
+        raise DataError(problem, where=str(name), cure="pass 1 or more, or None for everything")
+    if isinstance(name, str) and name in BUNDLED:
+        return _bundled(name, max_characters)
+    if isinstance(name, str) and name.startswith(("hf:", "hf-joined:")):
+        return _from_hugging_face(name, max_characters)
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise DataError("there is no text of this name, and no such file", where=str(name), cure=TEXT_NAMES)
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        cure = "put one document per .txt file into it"
+        raise DataError("the directory holds no .txt file", where=str(path), cure=cure)
+    documents = _first_characters((_read(file, max_characters) for file in files), max_characters)
+    titles = tuple(file.name for file in files)[: len(documents)]
+    return Text(path.name, documents, f"local file {path}", titles=titles, max_characters=max_characters)
+
+
+def _bundled(name: str, max_characters: int | None) -> Text:
+    """A text of the package's assets, gzip'd JSON lines of {"title", "text"}."""
+    path = resources.files("lens_geometry") / "assets" / f"{name}.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    documents = _first_characters((row["text"] for row in rows), max_characters)
+    titles = tuple(row["title"] for row in rows)[: len(documents)]
+    return Text(name, documents, BUNDLED[name], PUBLIC_DOMAIN, titles, max_characters)
+
+
+def _first_characters(documents: Iterable[str], limit: int | None) -> tuple[str, ...]:
+    """All documents, or those that start within the first `limit` characters, the last one cut."""
+    kept, left = [], LARGEST if limit is None else limit
+    for document in documents:
+        if len(document) > left and limit is None:
+            raise DataError(f"the text is longer than {LARGEST:,} characters", cure="pass max_characters")
+        kept.append(document[:left])
+        left -= len(document)
+        if left <= 0 and limit is not None:
+            break
+    return tuple(kept)
+
+
+def _read(path: Path, max_characters: int | None) -> str:
+    """One UTF-8 file; of a very large one no more bytes than `max_characters` can need."""
+    if not path.is_file():
+        raise DataError("this is not an ordinary file", where=str(path), cure="pass a .txt file")
+    try:
+        size = path.stat().st_size
+        if size > LARGEST and max_characters is None:
+            raise DataError(
+                f"the file has {size:,} bytes", where=str(path), cure="pass max_characters, or split the file"
+            )
+        with path.open("rb") as file:
+            # a character takes 4 bytes at most, and a byte order mark comes before them
+            data = file.read(-1 if max_characters is None else 4 * max_characters + 3)
+    except OSError as error:
+        raise DataError(f"the file cannot be read ({error.strerror})", where=str(path), cure=TEXT_NAMES) from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        cure = f"re-encode it: iconv -f UTF-16 -t UTF-8 {path.name} > utf8.txt"
+        raise DataError("the file is UTF-16, not UTF-8", where=f"{path}, byte offset 0", cure=cure)
+    if b"\0" in data:
+        where = f"{path}, byte offset {data.index(0)}"
+        raise DataError("the file is binary: it holds a zero byte", where=where, cure="pass plain UTF-8 text")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if len(data) < size and error.reason == "unexpected end of data":  # our cut, not the file's fault
+            text = data[: error.start].decode("utf-8")
+        else:
+            cure = f"re-encode it, for example: iconv -f LATIN1 -t UTF-8 {path.name} > utf8.txt"
+            raise DataError("the file is not UTF-8", where=f"{path}, byte offset {error.start}", cure=cure) from error
+    text = _normal(text)
+    if not text.strip():
+        raise DataError("the file is empty or only white space", where=str(path), cure="pass a file with text in it")
+    return text
+
+
+def _normal(text: str) -> str:
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _from_hugging_face(name: str, max_characters: int | None) -> Text:
+    """`hf:PATH:CONFIG:SPLIT:COLUMN` through `datasets`; fails within seconds without a connection."""
+    import datasets  # slow to import, and not needed offline
+
+    kind, *parts = name.split(":")
+    if not parts[0] or len(parts) > 4:
+        raise DataError("this is not a data set's name", where=name, cure="write hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]")
+    path, config, split, column = (parts + [""] * 4)[:4]
+    split, column = split or "test", column or "text"
+    if not Path(path).exists():
+        _require_hub(path, name)
+    try:
+        rows = datasets.load_dataset(path, config or None, split=split, streaming=max_characters is not None)
+        if column not in (rows.column_names or [column]):
+            cure = f"choose one of {', '.join(rows.column_names)}"
+            raise DataError(f"the data set has no column {column!r}", where=name, cure=cure)
+        shown = tqdm(rows, f"reading {path}", delay=2, disable=None, leave=False)
+        documents = _first_characters(_row_texts(shown, column, name), max_characters)
+    except DataError:
+        raise
+    except Exception as error:  # `datasets` raises whatever its readers do
+        problem = f"the data set cannot be read ({type(error).__name__}: {str(error).split(chr(10))[0]})"
+        raise DataError(problem, where=name, cure="check its path, config and split on its page") from error
+    if kind == "hf-joined" and documents:
+        documents = ("\n\n".join(document.strip("\n") for document in documents),)
+    source = f"Hugging Face data set {path}, config {config or 'default'}, split {split}, column {column}"
+    licence = getattr(rows.info, "license", "") or "see the data set's page"
+    return Text(name, documents, source, licence, max_characters=max_characters)
+
+
+def _row_texts(rows: Iterable[dict[str, Any]], column: str, name: str) -> Iterator[str]:
+    """The text of each row; empty rows separate others and are passed over."""
+    for row in rows:
+        text = row[column]
+        if not isinstance(text, str):
+            cure = "name a column of strings: hf:PATH:CONFIG:SPLIT:COLUMN"
+            raise DataError(f"column {column!r} holds {type(text).__name__}", where=name, cure=cure)
+        if text.strip():
+            yield _normal(text)
+
+
+def _require_hub(path: str, name: str) -> None:
+    """Raise DataError unless the hub answers for this data set or an earlier download is in the cache."""
+    import datasets
+    import huggingface_hub
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub.errors import HfHubHTTPError
+
+    *namespace, short = path.split("/")
+    cached = Path(datasets.config.HF_DATASETS_CACHE, "___".join([*namespace, camelcase_to_snakecase(short)]))
+    try:  # one request without retries, where `load_dataset` alone would retry for half a minute
+        huggingface_hub.HfApi().dataset_info(path, timeout=10)
+    except HfHubHTTPError as error:
+        problem = "the hub has no such data set, or it is not open to you"
+        raise DataError(problem, where=name, cure="check the path, or log in with `hf auth login`") from error
+    except Exception as error:
+        if not cached.exists():
+            cure = "go online, or use bundled text (austen, moby-dick) or a local .txt"
+            raise DataError(
+                f"the Hugging Face hub is out of reach ({type(error).__name__})", where=name, cure=cure
+            ) from error

@@ -1,0 +1,138 @@
+"""Synthetic result tables for the tests of figures and report: like real ones, with numbers of our choice."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lens_geometry.results import Result
+
+FRACTIONS = {"attn": 0.22, "mlp": 0.33, "block": 0.30, "value": 0.62, "value_excl_self": 0.41}
+LOSSES = {  # change of loss at s_par = 0 and at s_perp = 0
+    "attn": (1.31, 8.0),
+    "mlp": (3.05, 20.4),
+    "value": (1.87, 7.6),
+    "value_excl_self": (1.20, 7.6),
+}
+CONTROLS = {"isotropic": 1.6, "gain": 1.1, "random_reference": 0.12, "shuffled_reference": 0.4}
+GRIDS = {
+    "parallel": (-1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
+    "perpendicular": (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5),
+}
+BASE = 3.46
+META: dict[str, Any] = {
+    "model": {"name": "smollm2-135m", "architecture": "LlamaForCausalLM", "n_layers": 30, "d_model": 576,
+              "n_heads": 9, "dtype": "float32"},
+    "data": {"text": "austen", "n_sequences": 8, "n_tokens": 2048, "sequence_length": 256},
+    "seed": 0,
+    "token_mask": "padding and position 0 are out",
+    "versions": {"python": "3.11.2", "torch": "2.13.0", "transformer-lens": "3.9.0"},
+    "created": "2025-11-30T08:00:00+00:00",
+    "seconds": 71.5,
+    "warnings": [],
+}  # fmt: skip
+
+
+def profile_table(fractions: dict[str, float] | None = None, layers: int = 30, heads: int = 9) -> pd.DataFrame:
+    """Every site, layer and head; `fractions` are the sites' parallel_fraction averaged over layers."""
+    rows: list[dict[str, Any]] = []
+    for index, (site, level) in enumerate((fractions or FRACTIONS).items()):
+        noise = np.random.default_rng(index)
+        wave = np.sin(np.arange(layers) / 4 + index)
+        for head in [pd.NA, *(range(heads) if site.startswith("value") else ())]:
+            shift = 0.0 if head is pd.NA else float(noise.normal(0, 0.08))
+            for layer in range(layers):
+                centre = 0.25 * level * (wave[layer] - wave.mean())
+                fraction = float(np.clip(level + centre + shift, 0.01, 0.99))
+                for metric, value in _metrics(fraction, layer, layers, index).items():
+                    rows.append(_profile_row(site, layer, head, metric, value))
+    return pd.DataFrame(rows).astype({"head": "Int64"})
+
+
+def _metrics(fraction: float, layer: int, layers: int, index: int) -> dict[str, float]:
+    rest, sign = math.sqrt(1 - fraction**2), 1 if index % 2 == 0 or layer < layers // 3 else -1
+    size = 0.15 + 2.0 * math.exp(-layer / 2) + 0.02 * index
+    return {
+        "parallel_fraction": fraction, "perpendicular_fraction": rest, "parallel_energy": fraction**2,
+        "perpendicular_energy": rest**2, "parallel_ratio": fraction / rest, "cosine": sign * fraction,
+        "alpha": sign * fraction * size, "update_over_reference": size,
+    }  # fmt: skip
+
+
+def _profile_row(site: str, layer: int, head: Any, metric: str, value: float) -> dict[str, Any]:
+    spread = 0.35 * abs(value)
+    quantiles = {f"q{q:02d}": value + spread * (q - 50) / 45 for q in (5, 10, 25, 50, 75, 90, 95)}
+    return {
+        "site": site, "layer": layer, "head": head, "metric": metric, "mean": value, "std": spread,
+        "ci_low": value - 0.04 * abs(value), "ci_high": value + 0.04 * abs(value), **quantiles,
+        "ratio_of_norms": value, "n_tokens": 2040, "n_infinite": 0, "n_undefined": 0,
+    }  # fmt: skip
+
+
+def sweep_table(
+    losses: dict[str, tuple[float, float]] | None = None, controls: Sequence[str] = tuple(CONTROLS)
+) -> pd.DataFrame:
+    """Every site, component and scale; controls at scales 0 and 0.5, only isotropic for both components."""
+    rows: list[dict[str, Any]] = []
+    for site, removals in (losses or LOSSES).items():
+        for component, removal in zip(GRIDS, removals, strict=True):
+            rows += [sweep_row(site, component, s, _change(removal, component, s)) for s in GRIDS[component]]
+            for control in controls:
+                if component == "parallel" or control == "isotropic":
+                    whole = max(removals) if control == "gain" else removal
+                    changes = {s: CONTROLS[control] * _change(whole, component, s) for s in (0.0, 0.5)}
+                    rows += [sweep_row(site, component, s, changes[s], control) for s in changes]
+    return pd.DataFrame(rows)
+
+
+def _change(removal: float, component: str, scale: float) -> float:
+    steep = 2.2 if component == "parallel" else 3.0
+    return 0.0 if scale == 1 else removal * abs(1 - scale) ** steep - 0.02 * math.sin(math.pi * scale)
+
+
+def sweep_row(
+    site: str, component: str, scale: float, change: float, control: str = "none", half: float | None = None
+) -> dict[str, Any]:
+    """One condition; the interval is `change` +- `half` (a twentieth when not given, NaN for none)."""
+    half = abs(change) / 20 if half is None else half
+    row: dict[str, Any] = {"site": site, "layers": "all", "grouping": "each", "control": control,
+                           "component": component, "scale": scale}  # fmt: skip
+    row["parallel"] = scale if component == "parallel" else 1.0
+    row["perpendicular"] = scale if component == "perpendicular" else 1.0
+    ends = {"": change, "_low": change - half, "_high": change + half}
+    row |= {"loss": BASE + change, "base_loss": BASE, "perplexity": math.exp(BASE + change)}
+    row |= {f"loss_change{end}": value for end, value in ends.items()}
+    row |= {f"perplexity_change{end}": math.exp(BASE + value) - math.exp(BASE) for end, value in ends.items()}
+    return row | {"n_sequences": 8, "n_tokens": 2040, "n_nonfinite": 0, "status": "ok"}
+
+
+def lose(table: pd.DataFrame, rows: pd.Series) -> pd.DataFrame:
+    """The same sweep with some conditions not finite."""
+    changed = table.copy()
+    numbers = [name for name in table.columns if name.startswith(("loss", "perplexity"))]
+    changed.loc[rows, numbers] = math.nan
+    changed.loc[rows, "n_nonfinite"] = 3
+    changed.loc[rows, "status"] = "nonfinite"
+    return changed
+
+
+def profile(*args: Any, **kwargs: Any) -> Result:
+    """A Result of `profile_table`."""
+    return Result("profile", profile_table(*args, **kwargs), copy.deepcopy(META))
+
+
+def sweep(table: pd.DataFrame | None = None, **kwargs: Any) -> Result:
+    """A Result of the table, or of `sweep_table`."""
+    found = sweep_table(**kwargs) if table is None else table
+    return Result("scaling_sweep", found, copy.deepcopy(META))
+
+
+def without_interval(table: pd.DataFrame) -> pd.DataFrame:
+    """The same sweep as one sequence gives it."""
+    ends = [name for name in table.columns if name.endswith(("_low", "_high"))]
+    return table.assign(**dict.fromkeys(ends, math.nan), n_sequences=1)

@@ -1,0 +1,139 @@
+"""The command line: files written, exit codes, and one line instead of a traceback."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from lens_geometry import cli
+from lens_geometry.results import Result
+
+TINY = ["--model", "tiny-random-llama"]
+SMALL = ["--sequence-length", "32", "--max-sequences", "3", "--no-progress"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """A cache that the tests of this session share, and no other."""
+    monkeypatch.setenv("LENS_GEOMETRY_CACHE", str(tmp_path_factory.getbasetemp() / "cli-cache"))
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_profile_writes_its_four_files_and_prints_the_short_table(capsys, tmp_path):
+    code, out, _ = run(capsys, "profile", *TINY, *SMALL, "--out", tmp_path)
+    assert code == 0
+    assert "value_excl_self" in out
+    assert {p.name for p in tmp_path.iterdir()} == {"table.parquet", "table.csv", "meta.json", "figure.html"}
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["model"]["name"] == "tiny-random-llama"
+    assert meta["data"]["n_sequences"] == 3
+    assert len(pd.read_csv(tmp_path / "table.csv")) == len(Result.load(tmp_path).table)
+
+
+def test_scale_resumes_and_prints_changes_by_scale(capsys, tmp_path):
+    arguments = ["scale", *TINY, *SMALL, "--sites", "mlp", "--parallel", 0, "--perpendicular", 0, "--out", tmp_path]
+    code, first, _ = run(capsys, *arguments)
+    assert code == 0
+    journal = (tmp_path / "journal.jsonl").read_text()
+    code, again, _ = run(capsys, *arguments)
+    assert (code, again) == (0, first)
+    assert (tmp_path / "journal.jsonl").read_text() == journal
+    assert "+0.000" in first
+
+
+def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
+    code, out, _ = run(
+        capsys,
+        "report",
+        *TINY,
+        "--sequence-length",
+        32,
+        "--profile-sequences",
+        3,
+        "--sweep-sequences",
+        2,
+        "--out",
+        tmp_path,
+    )
+    assert code == 0
+    assert str(tmp_path / "report.html") in out
+    assert (tmp_path / "profile" / "table.parquet").exists()
+    assert (tmp_path / "scale" / "journal.jsonl").exists()
+    assert "tiny-random-llama" in (tmp_path / "report.html").read_text()
+
+
+def test_sites_shows_the_hooks_of_this_model(capsys, tmp_path):
+    code, out, _ = run(capsys, "sites", "--model", "tiny-random-neox", "--out", tmp_path)
+    assert code == 0
+    assert "resid_pre + attn_out + mlp_out = resid_post" in out
+    assert "blocks.L.attn.hook_z" in out
+    assert len(Result.load(tmp_path).table) == 6
+
+
+def test_validate_passes_on_a_sound_model_and_fails_with_1_on_a_check_that_fails(capsys, tmp_path, monkeypatch):
+    code, out, _ = run(capsys, "validate", *TINY, "--out", tmp_path)
+    assert code == 0
+    assert "fail" not in out
+    table = Result.load(tmp_path).table.assign(status="fail")
+    monkeypatch.setattr(cli, "validate", lambda model: Result("validate", table, {}))
+    code, out, _ = run(capsys, "validate", *TINY)
+    assert code == 1
+
+
+def test_models_lists_what_is_bundled(capsys):
+    code, out, _ = run(capsys, "models")
+    assert code == 0
+    assert "tiny-random-neox" in out
+    assert "smollm2-135m" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["profile", "--model", "tiny-random-lama"], "tiny-random-llama"),
+        (["profile", *TINY, "--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["profile", *TINY, "--sequence-length", "100000"], "context"),
+        (["scale", *TINY, *SMALL, "--sites", "atn"], "attn"),
+        (["scale", *TINY, *SMALL, "--layers", "77"], "layers 0 to 3"),
+        (["profile", *TINY, *SMALL, "--out", "/proc/nowhere"], "could not be written"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    message = [line for line in err.splitlines() if line.startswith("lens-geometry: ")]
+    assert len(message) == 1
+    assert words in message[0]
+    assert "Cure:" in message[0]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["profil"], ["profile", "--no-such-option"], ["scale", "--parallel", "much"]])
+def test_a_command_that_cannot_be_read_ends_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_explains_itself_with_an_example(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"Example: lens-geometry {command}" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "profile", stop)
+    code, _, err = run(capsys, "profile", *TINY)
+    assert code == 130
+    assert "stopped" in err

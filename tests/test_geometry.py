@@ -1,0 +1,188 @@
+"""The algebra: identities in float64, honest zeros, and one rounding in low precision."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from lens_geometry.errors import GeometryError
+from lens_geometry.geometry import METRICS, component_change, decompose, lengths, measure, scale_components
+
+
+def vectors():
+    """Pairs (update, reference) of float64 tensors [3, d], zeros and very different sizes among them."""
+    size = st.one_of(st.just(0.0), st.floats(1e-3, 1e3), st.floats(1e-60, 1e-3))
+    element = st.builds(lambda sign, x: sign * x, st.sampled_from([-1.0, 1.0]), size)
+    return st.integers(1, 9).flatmap(
+        lambda d: st.tuples(*(hnp.arrays("float64", (3, d), elements=element).map(torch.from_numpy),) * 2)
+    )
+
+
+@given(vectors())
+@settings(max_examples=200, deadline=None)
+def test_the_parts_add_up_and_the_perpendicular_part_is_orthogonal(pair):
+    update, reference = pair
+    alpha, parallel, perpendicular = decompose(update, reference)
+    size = update.norm(dim=-1)
+    assert ((parallel + perpendicular - update).norm(dim=-1) <= 1e-15 * size).all()
+    unit = reference / reference.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    assert ((perpendicular * unit).sum(-1).abs() <= 1e-13 * size).all()
+    gap = (alpha.unsqueeze(-1) * reference - parallel).norm(dim=-1)
+    assert (gap <= 1e-14 * parallel.norm(dim=-1)).all()
+
+
+@given(vectors())
+@settings(max_examples=100, deadline=None)
+def test_a_zero_reference_leaves_everything_perpendicular(pair):
+    update, _ = pair
+    alpha, parallel, perpendicular = decompose(update, torch.zeros_like(update))
+    assert torch.equal(perpendicular, update)
+    assert not parallel.any()
+    assert not alpha.any()
+
+
+@given(vectors(), st.floats(-3, 3), st.floats(-3, 3))
+@settings(max_examples=200, deadline=None)
+def test_scaling_is_the_weighted_sum_of_the_parts(pair, s_par, s_perp):
+    update, reference = pair
+    _, parallel, perpendicular = decompose(update, reference)
+    expected = s_par * parallel + s_perp * perpendicular
+    size = update.norm(dim=-1) * (1 + abs(s_par) + abs(s_perp))
+    assert ((scale_components(update, reference, s_par, s_perp) - expected).norm(dim=-1) <= 1e-14 * size).all()
+
+
+@given(vectors(), st.floats(-2, 2), st.floats(-2, 2), st.floats(-2, 2), st.floats(-2, 2))
+@settings(max_examples=100, deadline=None)
+def test_two_scalings_compose_to_the_product_of_their_scales(pair, a, b, c, d):
+    update, reference = pair
+    twice = scale_components(scale_components(update, reference, a, b), reference, c, d)
+    once = scale_components(update, reference, a * c, b * d)
+    assert ((twice - once).norm(dim=-1) <= 1e-13 * (update.norm(dim=-1) + 1e-300)).all()
+
+
+@given(vectors())
+@settings(max_examples=100, deadline=None)
+def test_the_no_op_returns_every_bit_for_numbers_and_for_tensors(pair):
+    update, reference = pair
+    assert torch.equal(scale_components(update, reference), update)
+    ones = torch.ones(3, dtype=torch.float64)
+    assert torch.equal(scale_components(update, reference, ones, ones), update)
+    assert not component_change(update, reference, ones, ones).any()
+
+
+@given(vectors())
+@settings(max_examples=200, deadline=None)
+def test_the_named_numbers_follow_their_definitions(pair):
+    update, reference = pair
+    found = measure(update, reference)
+    assert tuple(found) == METRICS
+    for row in range(len(update)):
+        u, r = update[row].tolist(), reference[row].tolist()
+        uu, rr = (math.sqrt(math.fsum(x * x for x in v)) for v in (u, r))
+        if min(uu, rr) < 1e-100:
+            continue
+        dot = math.fsum(x * y for x, y in zip(u, r, strict=True))
+        alpha = dot / rr**2
+        perpendicular = math.sqrt(math.fsum((x - alpha * y) ** 2 for x, y in zip(u, r, strict=True)))
+        parallel = abs(alpha) * rr
+        expected = {
+            "alpha": alpha,
+            "cosine": dot / (uu * rr),
+            "parallel_fraction": parallel / uu,
+            "perpendicular_fraction": perpendicular / uu,
+            "update_over_reference": uu / rr,
+        }
+        for name, value in expected.items():
+            assert found[name][row].item() == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        if perpendicular > 1e-9 * uu:
+            assert found["parallel_ratio"][row].item() == pytest.approx(parallel / perpendicular, rel=1e-5)
+        energies = found["parallel_energy"][row] + found["perpendicular_energy"][row]
+        assert energies.item() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_infinite_and_undefined_numbers_are_what_they_are():
+    update = torch.tensor([[2.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    reference = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    found = measure(update, reference)
+    assert found["parallel_ratio"][0] == math.inf
+    assert [bool(found[name][1].isnan()) for name in METRICS] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert found["alpha"][1] == 0
+    assert found["update_over_reference"][1] == 0
+    assert found["cosine"][2] == 0
+    assert found["perpendicular_fraction"][2] == 1
+    assert found["update_over_reference"][2] == math.inf
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-15, 1e-19, 1e-25, 1e-37, 1e15, 1e30])
+def test_no_epsilon_biases_a_reference_of_any_size(size):
+    generator = torch.Generator().manual_seed(0)
+    update, direction = torch.randn(2, 5, 64, generator=generator)
+    reference = direction / direction.norm(dim=-1, keepdim=True) * size
+    alpha, parallel, _ = decompose(update, reference)
+    exact_alpha, exact, _ = decompose(update.double(), reference.double())
+    assert torch.allclose(parallel.double(), exact, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(alpha.double() * size, exact_alpha * size, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(lengths(update, reference).reference, torch.full((5,), size), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_comes_back_in_its_own_dtype_with_one_rounding_of_residue(dtype):
+    generator = torch.Generator().manual_seed(0)
+    update, reference = torch.randn(2, 512, 1024, generator=generator)
+    update = (update + 2 * reference).to(dtype)  # a large parallel part, as removal meets it
+    reference = reference.to(dtype)
+    removed = scale_components(update, reference, parallel=0.0)
+    assert removed.dtype == dtype
+    residue = measure(removed, reference)["cosine"].abs()
+    assert residue.mean() < 2e-4
+    too_early = update - decompose(update, reference).parallel  # the projection rounded before it is subtracted
+    assert measure(too_early, reference)["cosine"].abs().mean() > 1.5 * residue.mean()
+
+
+def test_the_perpendicular_norm_keeps_its_digits_when_the_update_is_nearly_parallel():
+    reference = torch.tensor([1000.0, 0.0, 0.0])
+    update = torch.tensor([1000.0, 1e-3, 0.0])
+    assert lengths(update, reference).perpendicular.item() == pytest.approx(1e-3, rel=1e-6)
+
+
+def test_gradients_match_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    update, reference = torch.randn(2, 3, 5, dtype=torch.float64, generator=generator)
+    update.requires_grad_(), reference.requires_grad_()
+    assert torch.autograd.gradcheck(lambda u, r: scale_components(u, r, 0.3, 0.9), (update, reference))
+
+
+def test_tensor_scales_apply_to_their_own_tokens():
+    generator = torch.Generator().manual_seed(0)
+    update, reference = torch.randn(2, 4, 3, 8, generator=generator)
+    scales = torch.rand(4, 3, generator=generator)
+    whole = scale_components(update, reference, scales)
+    for i in range(4):
+        for j in range(3):
+            alone = scale_components(update[i, j], reference[i, j], float(scales[i, j]))
+            assert torch.allclose(whole[i, j], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("update", "reference", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(3), "differ in shape"),
+        (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3), "floating point"),
+        (torch.ones(2, 0), torch.ones(2, 0), "at least one component"),
+    ],
+)
+def test_tensors_that_cannot_be_decomposed_are_refused(update, reference, words):
+    with pytest.raises(GeometryError, match=words):
+        decompose(update, reference)

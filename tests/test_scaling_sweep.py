@@ -1,0 +1,226 @@
+"""The sweep: its numbers by hand, its journal after a kill, its refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import zoo
+
+from lens_geometry.edits import scale
+from lens_geometry.errors import DataError, HookError, ModelError, ResultError, SiteError
+from lens_geometry.experiments import scaling_sweep
+from lens_geometry.experiments.scaling import parse_layers
+from lens_geometry.metrics import sequence_losses, token_losses
+from lens_geometry.runner import check_effect
+
+SMALL = {"parallel": (0.0,), "perpendicular": (0.0,), "control_scales": (0.5,), "progress": False}
+
+
+def rows(table, **labels):
+    for name, value in labels.items():
+        table = table[table[name] == value]
+    return table
+
+
+def test_changes_are_those_of_losses_computed_by_hand():
+    model, ids = zoo.build("llama_gqa", dtype=torch.float64), zoo.tokens(3, 10)
+    table = scaling_sweep(model, ids, sites=("value",), batch_size=2, **SMALL).table
+
+    def loss(hooks):
+        with torch.no_grad():
+            logits = model.run_with_hooks(ids, return_type="logits", fwd_hooks=hooks)
+        logs = torch.log_softmax(logits, -1)
+        return -np.mean([float(logs[b, t, ids[b, t + 1]]) for b in range(3) for t in range(9)])
+
+    base = loss([])
+    for component in ("parallel", "perpendicular"):
+        row = rows(table, control="none", component=component, scale=0.0).iloc[0]
+        edited = loss(scale(model, "value", **{component: 0.0}))
+        assert row["loss"] == pytest.approx(edited, rel=1e-10)
+        assert row["loss_change"] == pytest.approx(edited - base, rel=1e-9)
+        assert row["perplexity_change"] == pytest.approx(np.exp(edited) - np.exp(base), rel=1e-9)
+        assert row["loss_change_low"] <= row["loss_change"] <= row["loss_change_high"]
+        assert row["n_tokens"] == 27
+    gain = rows(table, control="gain").iloc[0]
+    halved = loss([(f"blocks.{i}.attn.hook_z", lambda tensor, hook: 0.5 * tensor) for i in range(4)])
+    assert gain["loss"] == pytest.approx(halved, rel=1e-10)
+
+
+def test_the_no_op_stands_in_the_table_and_changes_nothing():
+    table = scaling_sweep(zoo.build("neox"), zoo.tokens(), **SMALL).table
+    no_ops = rows(table, scale=1.0)
+    assert set(no_ops["site"]) == {"attn", "mlp", "value", "value_excl_self"}
+    assert (no_ops[["loss_change", "loss_change_low", "loss_change_high", "perplexity_change"]] == 0).all(axis=None)
+
+
+def test_every_control_and_layer_set_has_its_row():
+    table = scaling_sweep(zoo.build("llama_gqa"), zoo.tokens(), sites=("mlp",), layers=("all", "1-"), **SMALL).table
+    assert set(table["layers"]) == {"all", "1-"}
+    controls = {"none", "random_reference", "shuffled_reference", "isotropic", "gain"}
+    assert set(table["control"]) == controls
+    assert not table.duplicated(["layers", "control", "component", "scale"]).any()
+    both = rows(table, control="none", component="parallel", scale=0.0).set_index("layers")["loss"]
+    assert both["all"] != both["1-"]
+
+
+def test_batch_size_changes_no_loss():
+    model, ids = zoo.build("llama_gqa", dtype=torch.float64), zoo.tokens(5, 9)
+    one, other = (scaling_sweep(model, ids, sites=("attn",), batch_size=size, **SMALL).table for size in (1, 3))
+    pd.testing.assert_frame_equal(one, other, rtol=1e-9)
+
+
+def test_a_model_that_cannot_be_edited_at_a_site_is_swept_without_it():
+    with pytest.warns(UserWarning, match="value_excl_self was left out"):
+        result = scaling_sweep(zoo.build("opt"), zoo.tokens(), **SMALL)
+    assert "value_excl_self" not in set(result.table["site"])
+    assert any("fires after" in warning for warning in result.meta["warnings"])
+
+
+def test_a_sweep_that_is_started_again_runs_nothing_twice(tmp_path, monkeypatch):
+    model, ids = zoo.build("llama_gqa"), zoo.tokens()
+    whole = scaling_sweep(model, ids, sites=("mlp",), out=tmp_path / "whole", **SMALL).table
+    journal = tmp_path / "whole" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "journal.jsonl").write_text("".join(lines[:4]) + lines[4][:25])  # killed while writing
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return sequence_losses(*arguments)
+
+    monkeypatch.setattr("lens_geometry.runner.sequence_losses", counted)
+    again = scaling_sweep(model, ids, sites=("mlp",), out=half, **SMALL).table
+    pd.testing.assert_frame_equal(again, whole, check_exact=True)
+    assert len(calls) == len(lines) - 4
+    assert (half / "journal.jsonl").read_text() == journal.read_text()
+
+
+def test_a_journal_of_another_run_is_refused_and_left_alone(tmp_path):
+    model = zoo.build("llama_gqa")
+    scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+    before = (tmp_path / "journal.jsonl").read_bytes()
+    for model_, ids, changes, words in (
+        (model, zoo.tokens(seed=1), {}, "tokens_sha256"),
+        (model, zoo.tokens(), {"seed": 3}, "settings.seed"),
+        (zoo.build("llama_gqa", dtype=torch.float64), zoo.tokens(), {}, "dtype"),
+    ):
+        with pytest.raises(ResultError, match=words):
+            scaling_sweep(model_, ids, sites=("mlp",), out=tmp_path, **SMALL, **changes)
+    assert (tmp_path / "journal.jsonl").read_bytes() == before
+    scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, batch_size=1, **SMALL)  # may differ
+
+
+def test_a_damaged_journal_is_refused(tmp_path):
+    model = zoo.build("llama_gqa")
+    scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "journal.jsonl").write_text(lines[0] + "{]\n" + lines[2])
+    with pytest.raises(ResultError, match="damaged"):
+        scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+
+
+KILLED = """
+import torch, zoo
+from lens_geometry.experiments import scaling_sweep
+torch.set_num_threads(1)
+scaling_sweep(zoo.build("llama_gqa"), zoo.tokens(4, 24), sites=("mlp", "value"), out="{out}", progress=False)
+"""
+
+
+def test_a_sweep_killed_on_the_way_ends_with_the_same_table(tmp_path):
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    code = KILLED.format(out=tmp_path / "killed")
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "killed" / "journal.jsonl"
+    deadline = time.monotonic() + 120
+    while (not journal.exists() or journal.read_bytes().count(b"\n") < 6) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = journal.read_bytes().count(b"\n")
+    model, ids, sites = zoo.build("llama_gqa"), zoo.tokens(4, 24), ("mlp", "value")
+    whole = scaling_sweep(model, ids, sites=sites, progress=False).table
+    assert 6 <= done < len(whole) + 2
+    resumed = scaling_sweep(model, ids, sites=sites, out=tmp_path / "killed", progress=False).table
+    pd.testing.assert_frame_equal(resumed, whole, check_exact=True)
+
+
+def test_a_condition_with_losses_that_are_not_finite_is_counted_not_dropped():
+    model = zoo.build("llama_gqa", dtype=torch.float16)
+    changes = {**SMALL, "parallel": (1e7,), "controls": (), "layers": ("3",)}
+    table = scaling_sweep(model, zoo.tokens(), sites=("mlp",), **changes).table
+    row = rows(table, component="parallel", scale=1e7).iloc[0]
+    assert row["status"] == "nonfinite"
+    assert row["n_nonfinite"] == row["n_tokens"]
+    assert np.isnan(row["loss_change_low"])
+    assert set(rows(table, component="perpendicular")["status"]) == {"ok"}
+
+
+def test_a_model_without_finite_losses_is_refused_with_the_first_bad_layer():
+    model = zoo.build("gpt2", fresh=True)
+    scaling_sweep(model, zoo.tokens(), sites=("value",), **SMALL)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if ".2." in name and "mlp" in name).fill_(float("nan"))
+    with pytest.raises(ModelError, match=r"not finite .*\[blocks\.2"):
+        scaling_sweep(model, zoo.tokens(), sites=("value",), **SMALL)
+
+
+def test_a_hook_that_is_shown_but_not_used_is_refused():
+    model = zoo.build("opt")
+    check_effect(model, "blocks.0.attn.hook_z")
+    with pytest.raises(HookError, match="does not reach the model's output"):
+        check_effect(model, "blocks.0.attn.hook_pattern")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"sites": ("atn",)}, SiteError, "choose among"),
+        ({"layers": ("9",)}, SiteError, "layers 0 to 3"),
+        ({"layers": ("first",)}, SiteError, "names no layers"),
+        ({"controls": ("noise",)}, SiteError, "no control"),
+        ({"parallel": (), "perpendicular": ()}, DataError, "grid is empty"),
+        ({"grouping": "pairs"}, SiteError, "grouping"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, error, words):
+    with pytest.raises(error, match=words):
+        scaling_sweep(zoo.build("llama_gqa"), zoo.tokens(), **{**SMALL, **changes})
+
+
+def test_layer_sets_are_read_as_written():
+    assert parse_layers("all", 5) == (0, 1, 2, 3, 4)
+    assert parse_layers("1-", 5) == (1, 2, 3, 4)
+    assert parse_layers("0,3-4", 5) == (0, 3, 4)
+    assert parse_layers("2", 5) == (2,)
+    for wrong in ("", "-1", "a", "1-9", "3-1"):
+        with pytest.raises(SiteError):
+            parse_layers(wrong, 5)
+
+
+def test_token_losses_are_cross_entropies_in_float32_at_least():
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    ids = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].double().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    assert torch.allclose(token_losses(logits, ids).double().flatten(), expected, atol=1e-5)
+
+
+def test_the_journal_is_plain_json_lines(tmp_path):
+    scaling_sweep(zoo.build("llama_gqa"), zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+    head, *lines = (json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines())
+    assert head["settings.sites"] == ["mlp"]
+    assert lines[0]["key"] == "base"
+    assert len(lines[0]["sums"]) == 2

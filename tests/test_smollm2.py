@@ -1,0 +1,54 @@
+"""The real model, SmolLM2-135M, as it comes out of its package; the first run downloads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import zoo
+
+from lens_geometry import fetch, models
+from lens_geometry.errors import ModelError
+
+pytestmark = pytest.mark.slow
+BACKENDS = ("bridge", "hooked") if zoo.MAJOR < 4 else ("bridge",)
+PROSE = (
+    "It was the best of times, and the village had gathered early in the morning to see the old bridge "
+    "opened again. The river had risen twice during the winter, and each time the stones at the far end had "
+    "moved a little. Nobody in the council wanted to spend the money, until the schoolmaster's cart went "
+    "into the water with all of its books. After that the vote was quick."
+)
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    """From the user's own cache, or from the index; skipped, with the reason, where neither has it."""
+    try:
+        return fetch.smollm2_directory()
+    except ModelError as error:
+        pytest.skip(f"SmolLM2-135M is neither cached nor can it be fetched: {error}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smollm2_computes_what_hugging_face_computes(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        tokens = model.to_tokens(PROSE)
+        logits, loss = model(tokens, return_type="both")
+        expected = reference(tokens).logits
+    assert (logits - expected).abs().max() < 5e-5 * expected.abs().max()
+    assert tokens[0, 0] != model.tokenizer.bos_token_id
+    assert 3 < loss < 4.2
+
+
+def test_smollm2_tokenizer_is_the_real_one(directory: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    for text in (PROSE, "a  b\n\n\tc 0.5 ▁ é 日本 \u200b", "<|im_start|>user\nHi 42<|im_end|>"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
+    assert "SmolLM" in tokenizer.chat_template
