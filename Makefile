@@ -50,10 +50,10 @@ demo: $(VENV)/.installed
 	@echo "The report is at $(CURDIR)/demo/report.html"
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu or gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu or gpu" $(ARGS)
 
 bench: $(VENV)/.installed
 	@set -e; for file in benchmarks/*.py; do \

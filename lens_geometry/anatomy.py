@@ -19,7 +19,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_geometry.errors import HookError, ModelError, SiteError
-from lens_geometry.sites import GROUPINGS, HOOKS, SITES, Activations, Grouping, Site, choose_layers, expand_kv
+from lens_geometry.sites import (
+    GROUPINGS,
+    HOOKS,
+    SITES,
+    Activations,
+    Grouping,
+    Site,
+    causal_pattern,
+    choose_layers,
+    expand_kv,
+)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """How far an identity may be off on a live model, relative to the vectors in it, per dtype."""
@@ -34,11 +44,13 @@ class LayerFacts:
 
     `shapes` maps the short names of the hooks that fired, in the order in which they fired, to their shapes
     (batch and pos included); `errors` maps "attn", "mlp", "block" and "value" to the largest relative error
-    of that identity.
+    of that identity. Where the pattern is shown only after z, `score_scale` is the factor with which
+    softmax(factor q k^T) was found to be that pattern, if any was.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     errors: Mapping[str, float]
+    score_scale: float | None = None
 
     @property
     def n_heads(self) -> int:
@@ -66,10 +78,12 @@ class Anatomy:
     def tolerance(self) -> float:
         return TOLERANCE.get(self.dtype, 1e-5)
 
-    def reads(self, site: Site) -> tuple[str, ...]:
-        """The hooks that this model's site reads before its target fires."""
+    def reads(self, site: Site, layer: int, *, editing: bool = False) -> tuple[str, ...]:
+        """The hooks that this model's site reads; for editing, before its target fires."""
         if site.name == "mlp" and self.parallel:
             return ("resid_pre",)
+        if editing and "pattern" in site.reads and self.layers[layer].score_scale is not None:
+            return ("v", "q", "k")  # the pattern is made from them in time
         return site.reads
 
     def identity(self, site: Site) -> str:
@@ -84,7 +98,7 @@ class Anatomy:
         """Why this layer does not have the site (or has it only to read), in a sentence; empty when it has it."""
         facts = self.layers[layer]
         fired = list(facts.shapes)
-        missing = [name for name in (*self.reads(site), site.target) if name not in fired]
+        missing = [name for name in (*self.reads(site, layer), site.target) if name not in fired]
         if missing:
             names = ", ".join(HOOKS[name].format(layer) for name in missing)
             return f"layer {layer} never fired {names}"
@@ -94,7 +108,9 @@ class Anatomy:
                 f"in layer {layer}, {self.identity(site)} does not hold (off by {error:.2g}, "
                 f"tolerance {self.tolerance:g}), so {HOOKS[site.target].format(layer)} is not the update"
             )
-        late = [name for name in self.reads(site) if fired.index(name) > fired.index(site.target)]
+        late = [
+            name for name in self.reads(site, layer, editing=editing) if fired.index(name) > fired.index(site.target)
+        ]
         if editing and late:
             return (
                 f"in layer {layer}, {HOOKS[late[0]].format(layer)} fires after {HOOKS[site.target].format(layer)} "
@@ -146,7 +162,7 @@ def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
         dtype=first.dtype,
         parallel=parallel,
         layers=tuple(
-            LayerFacts({name: tuple(act.shape) for name, act in acts.items()}, _errors(acts, after))
+            LayerFacts({name: tuple(act.shape) for name, act in acts.items()}, _errors(acts, after), _score_scale(acts))
             for acts, after in zip(seen, following, strict=True)
         ),
     )
@@ -255,10 +271,27 @@ def _errors(acts: Activations, after: Activations) -> dict[str, float]:
     if "resid_post" in acts:
         errors["block"] = _off([after["resid_pre"]], acts["resid_post"]) if "resid_pre" in after else 0.0
     if acts.keys() >= {"v", "pattern", "z"}:
-        v = expand_kv(acts["v"], acts["z"].shape[2]).cpu().double()
-        z = torch.einsum("bhqk,bkhd->bqhd", acts["pattern"].cpu().double(), v)
-        errors["value"] = _off([z], acts["z"])
+        errors["value"] = attention_error(acts["pattern"], acts["v"], acts["z"])
     return errors
+
+
+def _score_scale(acts: Activations) -> float | None:
+    """The factor with which q and k give the pattern, for layers that show their pattern only after z."""
+    fired = list(acts)
+    if not acts.keys() >= {"q", "k", "v", "z", "pattern"} or fired.index("pattern") < fired.index("z"):
+        return None
+    for factor in (acts["q"].shape[-1] ** -0.5, 1.0):
+        if attention_error(causal_pattern(acts["q"], acts["k"], factor), acts["v"], acts["z"]) < 1e-5:
+            return factor
+    return None
+
+
+def attention_error(pattern: Tensor, v: Tensor, z: Tensor) -> float:
+    """How far z is from pattern @ v, relative to its size; inf when the shapes do not allow it."""
+    values = expand_kv(v, z.shape[2]).cpu().double()
+    if pattern.shape[-1] != values.shape[1]:
+        return float("inf")
+    return _off([torch.einsum("bhqk,bkhd->bqhd", pattern.cpu().double(), values)], z)
 
 
 def _off(parts: list[Tensor], whole: Tensor) -> float:

@@ -119,16 +119,14 @@ def lengths(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batch 
     would lose every digit when the update is nearly parallel. Raises GeometryError as `decompose` does.
     """
     u, r, scale = _prepare(update, reference)
-    square = _dot(r, r)
-    coefficient = _dot(u, r) / square.masked_fill(square == 0, 1.0)
-    perpendicular = torch.addcmul(u, coefficient, r, value=-1)
-    reference_norm = square.sqrt()
+    reference_norm = _norm(r)  # norms without a product in between: memory traffic is what this costs
+    coefficient = _coefficient(u, r, reference_norm)
     return Lengths(
         alpha=(coefficient * scale).squeeze(-1),
-        update=_dot(u, u).sqrt().squeeze(-1),
+        update=_norm(u).squeeze(-1),
         reference=(reference_norm / scale).squeeze(-1),
         parallel=(coefficient.abs() * reference_norm).squeeze(-1),
-        perpendicular=_dot(perpendicular, perpendicular).sqrt().squeeze(-1),
+        perpendicular=_norm(torch.addcmul(u, coefficient, r, value=-1)).squeeze(-1),
     )
 
 
@@ -189,22 +187,27 @@ def _prepare(update: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]
     double = torch.float64 in (update.dtype, reference.dtype)
     working = torch.float64 if double else torch.float32
     u, r = update.to(working), reference.to(working)
-    largest = r.detach().abs().amax(-1, keepdim=True)
+    largest = torch.maximum(r.detach().amax(-1, keepdim=True), -r.detach().amin(-1, keepdim=True))
     limit = 1022 if double else 126
     exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
     scale = torch.ldexp(torch.ones_like(largest), -exponent)
     return u, r * scale, scale
 
 
-def _coefficient(u: Tensor, r: Tensor) -> Tensor:
+def _coefficient(u: Tensor, r: Tensor, norm: Tensor | None = None) -> Tensor:
     """<u, r> / |r|^2 with the last axis kept; 0 for a zero reference."""
-    square = _dot(r, r)
+    square = _dot(r, r) if norm is None else norm.square()
     return _dot(u, r) / square.masked_fill(square == 0, 1.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     product: Tensor = torch.linalg.vecdot(a, b)
     return product.unsqueeze(-1)
+
+
+def _norm(a: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    return length
 
 
 def _column(scale: float | Tensor, like: Tensor) -> float | Tensor:

@@ -25,6 +25,8 @@ GROUPINGS: tuple[Grouping, ...] = ("each", "kv_group", "merged")
 
 HOOKS = {
     "resid_pre": "blocks.{}.hook_resid_pre",
+    "q": "blocks.{}.attn.hook_q",
+    "k": "blocks.{}.attn.hook_k",
     "v": "blocks.{}.attn.hook_v",
     "pattern": "blocks.{}.attn.hook_pattern",
     "z": "blocks.{}.attn.hook_z",
@@ -77,6 +79,20 @@ def self_weight(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor,
     queries, keys = pattern.shape[-2:]
     diagonal = torch.diagonal(pattern, offset=keys - queries, dim1=-2, dim2=-1)
     return rearrange(diagonal, "batch head query -> batch query head 1")
+
+
+def causal_pattern(
+    q: Float[Tensor, "batch pos head d"], k: Float[Tensor, "batch pos kv d"], score_scale: float
+) -> Float[Tensor, "batch head query key"]:
+    """softmax(score_scale q k^T) under a causal mask, in float32 at least: plain attention without positions.
+
+    For models whose own pattern is known too late; `anatomy.py` checks that it is theirs.
+    """
+    working = torch.promote_types(q.dtype, torch.float32)
+    keys = expand_kv(k, q.shape[2]).to(working)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(working), keys) * score_scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1)
 
 
 def _value(acts: Activations) -> tuple[Tensor, Tensor]:

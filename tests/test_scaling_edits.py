@@ -209,6 +209,26 @@ def test_nothing_is_kept_between_passes_nor_shared_between_two_edits():
     assert torch.equal(logits(model, ids, first), logits(model, ids, scale(model, "value", parallel=0.5, layers=1)))
 
 
+@pytest.mark.skipif(zoo.MAJOR > 3, reason="TransformerLens 4 has no HookedTransformer to compare with")
+def test_a_pattern_that_is_shown_too_late_is_made_from_q_and_k():
+    ids = zoo.tokens()
+    bridge, hooked = (zoo.build("opt", backend) for backend in ("bridge", "hooked"))
+    assert inspect(bridge).layers[0].score_scale is not None
+    assert inspect(hooked).layers[0].score_scale is None
+    found, expected = (logits(m, ids, scale(m, "value_excl_self", parallel=0.0)) for m in (bridge, hooked))
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert not torch.allclose(found, logits(bridge, ids), atol=1e-2)
+
+
+def test_a_pattern_made_from_q_and_k_is_refused_where_it_is_not_the_models():
+    model, ids = zoo.build("opt"), zoo.tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padding on the left
+    hooks = scale(model, "value_excl_self", parallel=0.0)
+    with pytest.raises(HookError, match="left padding"), applied(model, hooks), torch.no_grad():
+        model(ids, attention_mask=mask, return_type="logits")
+
+
 def test_gradients_flow_through_the_edit_and_match_a_hand_written_one():
     model, ids = zoo.build("llama_gqa", dtype=torch.float64, fresh=True), zoo.tokens()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lens_geometry.anatomy import LayerFacts
+from lens_geometry.anatomy import TOLERANCE, LayerFacts, attention_error
 from lens_geometry.errors import HookError
-from lens_geometry.sites import HOOKS
+from lens_geometry.sites import HOOKS, causal_pattern
 
 HookFn = Callable[..., "Tensor | None"]
 Hooks = list[tuple[str, HookFn]]
@@ -45,6 +45,8 @@ class Collector:
                 cure="add the whole list that the edit returned; its hooks work together",
             )
         self._check_shapes(acts)
+        if "q" in self.reads and self.facts.score_scale is not None:
+            acts["pattern"] = self._pattern(acts)
         return acts
 
     def _reader(self, name: str) -> HookFn:
@@ -56,6 +58,20 @@ class Collector:
             self.seen[name] = tensor
 
         return tag(read, self)
+
+    def _pattern(self, acts: dict[str, Tensor]) -> Tensor:
+        """The pattern from q and k, where the model shows its own too late; checked against z every time."""
+        assert self.facts.score_scale is not None
+        if acts["q"].shape[1] == acts["k"].shape[1]:
+            pattern = causal_pattern(acts["q"], acts["k"], self.facts.score_scale)
+            if attention_error(pattern, acts["v"], acts["z"]) < 10 * TOLERANCE.get(acts["z"].dtype, 1e-5):
+                return pattern
+        raise HookError(
+            "this pass attends otherwise than causally to all tokens (left padding, or a KV cache), and the model "
+            "shows its pattern only after hook_z",
+            where=HOOKS["z"].format(self.layer),
+            cure="run without padding on the left and without a cache, or load the model with backend='hooked'",
+        )
 
     def _check_shapes(self, acts: dict[str, Tensor]) -> None:
         for name, tensor in acts.items():

@@ -29,7 +29,7 @@ def observe(
     for layer in found[0][2]:
         anatomy = found[0][0]
         facts = anatomy.layers[layer]
-        needs = {site: {*anatomy.reads(site), site.target} for _, site, _ in found}
+        needs = {site: {*anatomy.reads(site, layer), site.target} for _, site, _ in found}
         order = [name for name in facts.shapes if any(name in names for names in needs.values())]
         collector = Collector(layer, order, facts)
         for place, (name, reader) in enumerate(collector.readers()):

@@ -102,7 +102,7 @@ def scale(
             seed=seed,
             batch=batch or Batch(),
         )
-        hooks += edit.hooks(anatomy.reads(found))
+        hooks += edit.hooks(anatomy.reads(found, layer, editing=True))
     return hooks
 
 

@@ -214,7 +214,8 @@ def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: Sca
         name: bootstrap_interval(samples, change, seed=settings.seed) if all_finite else (np.nan, np.nan)
         for name, change in changes.items()
     }
-    loss, base_loss = (float(s.sum() / n.sum()) for s, n in ((found.sums, finite), (base.sums, base.counts)))
+    base_loss = float(base.sums.sum() / base.counts.sum())
+    loss = float(found.sums.sum() / finite.sum()) if finite.any() else float("nan")
     return {
         "site": cell.site,
         "layers": cell.layers,

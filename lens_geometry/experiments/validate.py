@@ -77,12 +77,12 @@ def _site_row(anatomy: Anatomy, site: Site) -> dict[str, Any]:
     layers = range(anatomy.n_layers)
     unread = [reason for layer in layers if (reason := anatomy.refusal(site, layer))]
     unedited = [reason for layer in layers if (reason := anatomy.refusal(site, layer, editing=True))]
-    names = (site.target, *anatomy.reads(site))
+    names = (site.target, *anatomy.reads(site, 0))
     shapes = anatomy.layers[0].shapes
     return {
         "site": site.name,
         "edits": HOOKS[site.target].format("L"),
-        "reads": " ".join(HOOKS[name].format("L") for name in anatomy.reads(site)),
+        "reads": " ".join(HOOKS[name].format("L") for name in anatomy.reads(site, 0)),
         "shapes": " ".join(f"{name} {list(shapes[name])}" if name in shapes else f"{name} -" for name in names),
         "identity": anatomy.identity(site),
         "error": max(anatomy.error(site, layer) for layer in layers),
