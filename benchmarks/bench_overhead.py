@@ -10,11 +10,11 @@ a process of its own for each case.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -79,9 +79,8 @@ def main() -> None:
     batches = list(tokens.ids.split(arguments.sequences))
     with torch.no_grad():
         if arguments.memory_of:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             CASES.get(arguments.memory_of, bare)(model, batches)
-            print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            print(peak_kib())
             return
         compare_times(model, batches, arguments.rounds, arguments.only)
     if not arguments.only:
@@ -113,6 +112,12 @@ def compare_memory(arguments: list[str]) -> None:
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[name] = int(printed.split()[-1])
         print(f"{name:32} peak {peaks[name] / 2**20:5.2f} GiB, x {peaks[name] / peaks['bare']:.2f} of a bare forward")
+
+
+def peak_kib() -> int:
+    """This process's peak resident memory; getrusage would count what its parent had when it was forked."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def seconds(run: Callable[[Any, list[torch.Tensor]], None], model: Any, batches: list[torch.Tensor]) -> float:

@@ -92,16 +92,21 @@ class RunningSummary:
         self.replicate_count += np.tensordot(weights, counts, 1)
         self.replicate_total += np.tensordot(weights, totals, 1)
 
-    def statistics(self, groups: list[int]) -> dict[str, Floats]:
-        """mean, std, ci_low and ci_high of some groups pooled, one number per metric."""
-        n, total, square = (x[groups].sum(0) for x in (self.count, self.total, self.square))
+    def statistics(self) -> dict[str, Floats]:
+        """mean, std, ci_low and ci_high, each [1 + group, metric]: all groups pooled, then each by itself."""
+        n, total, square = (_pooled_first(x) for x in (self.count, self.total, self.square))
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = total / n
             variance = np.maximum(square / n - mean**2, 0.0) * n / (n - 1)
-            means = self.replicate_total[:, groups].sum(1) / self.replicate_count[:, groups].sum(1)
+            means = _pooled_first(self.replicate_total, 1) / _pooled_first(self.replicate_count, 1)
         tail = (1 - CONFIDENCE) / 2
-        low, high = quantiles(means.T, (tail, 1 - tail)).T
+        low, high = np.moveaxis(quantiles(np.moveaxis(means, 0, -1), (tail, 1 - tail)), -1, 0)
         return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}
+
+
+def _pooled_first(x: Floats, axis: int = 0) -> Floats:
+    """The sum over groups, put before the groups."""
+    return np.concatenate([x.sum(axis, keepdims=True), x], axis)
 
 
 def quantiles(values: Floats, which: Sequence[float] = QUANTILES) -> Floats:

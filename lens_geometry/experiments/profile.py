@@ -71,10 +71,10 @@ def profile(model: Any, data: Any, settings: ProfileSettings | None = None, **ch
     settings, started = replace(settings or ProfileSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites)
-    accumulator = _Accumulator(model, sites, settings)
     scored = token_mask(tokens.mask, exclude=settings.exclude_positions)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
+    accumulator = _Accumulator(model, sites, settings, int(scored.sum()))
     with (
         at_rest(model),
         bar(len(tokens.ids), "profile", settings.progress) as progress,
@@ -124,15 +124,19 @@ def available_sites(model: Any, sites: tuple[str, ...], *, editing: bool = False
 
 
 class _Accumulator:
-    """Running sums of every site and layer; `visit` is called by the hooks as soon as a site's vectors exist."""
+    """Running sums of every site and layer; `visit` is called by the hooks as soon as a site's vectors exist.
 
-    def __init__(self, model: Any, sites: tuple[str, ...], settings: ProfileSettings) -> None:
-        self.settings, self.anatomy = settings, inspect(model)
-        self.sites = sites
-        self.sample = TokenSample(settings.quantile_sample, settings.seed)
-        self.summaries: dict[tuple[str, int], RunningSummary] = {}
-        self.pools: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self.sampled: dict[tuple[str, int], NDArray[np.float32]] = {}
+    All of it is laid out beforehand: what is allocated between the activations would keep their memory in pieces.
+    """
+
+    def __init__(self, model: Any, sites: tuple[str, ...], settings: ProfileSettings, n_tokens: int) -> None:
+        self.settings, self.anatomy, self.sites = settings, inspect(model), sites
+        self.sample = TokenSample(min(settings.quantile_sample, n_tokens), settings.seed)
+        places = [(site, layer) for site in sites for layer in range(self.anatomy.n_layers)]
+        groups = {place: self._groups(*place) for place in places}
+        self.summaries = {at: RunningSummary(groups[at], len(METRICS), settings.replicates) for at in places}
+        self.pools = {at: np.zeros((5, groups[at])) for at in places}
+        self.sampled = {at: np.full((5, self.sample.size, groups[at]), np.nan, np.float32) for at in places}
 
     def start_batch(self, rows: range, mask: Tensor) -> None:
         self.mask = mask
@@ -155,10 +159,7 @@ class _Accumulator:
                 cure="check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
             )
         self._sum(site.name, layer, Lengths(*found), real)
-        sampled = self.sampled.setdefault(
-            (site.name, layer),
-            np.full((5, self.settings.quantile_sample, found.shape[-1]), np.nan, np.float32),
-        )
+        sampled = self.sampled[site.name, layer]
         sampled[:, self.slots] = rearrange(found, "length batch pos group -> length (batch pos) group")[:, self.places]
 
     def _sum(self, site: str, layer: int, found: Lengths, real: Tensor) -> None:
@@ -169,10 +170,7 @@ class _Accumulator:
         def per_sequence(x: Tensor) -> NDArray[np.float64]:
             return rearrange(x.double().sum(2), "metric batch group -> batch group metric").numpy()
 
-        groups = values.shape[-1]
-        summary = self.summaries.setdefault(
-            (site, layer), RunningSummary(groups, len(METRICS), self.settings.replicates)
-        )
+        summary = self.summaries[site, layer]
         summary.add(per_sequence(finite), per_sequence(kept), per_sequence(kept.square()), self.weights)
         summary.infinite += rearrange((values.isinf() & real).sum((1, 2)), "metric group -> group metric").numpy()
         summary.undefined += rearrange((values.isnan() & real).sum((1, 2)), "metric group -> group metric").numpy()
@@ -186,39 +184,42 @@ class _Accumulator:
             ]
         )
         pool = torch.where(real, squares, 0.0).sum((1, 2)).numpy()
-        self.pools[site, layer] = self.pools.get((site, layer), 0.0) + pool
+        self.pools[site, layer] += pool
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        for site in self.sites:
-            for layer in range(self.anatomy.n_layers):
-                groups = self._groups(site, layer)
-                for head in [None, *range(groups)] if SITES[site].has_heads else [None]:
-                    yield from self._rows_of(site, layer, head, list(range(groups)) if head is None else [head])
+        for site, layer in self.summaries:
+            yield from self._rows_of(site, layer)
 
     def _groups(self, site: str, layer: int) -> int:
         facts = self.anatomy.layers[layer]
         return n_groups(facts, self.settings.grouping) if SITES[site].has_heads else 1
 
-    def _rows_of(self, site: str, layer: int, head: int | None, groups: list[int]) -> Iterator[dict[str, Any]]:
-        key = (site, layer)
-        summary, found = self.summaries[key], self.summaries[key].statistics(groups)
-        pooled = pooled_metrics(self.pools[key][:, groups].sum(1))
+    def _rows_of(self, site: str, layer: int) -> Iterator[dict[str, Any]]:
+        """All heads pooled (or the whole residual update), then each head by itself."""
+        at = (site, layer)
+        summary, found = self.summaries[at], self.summaries[at].statistics()
         filled = len(self.sample.priorities)
-        sample = torch.from_numpy(self.sampled[key][:, :filled][:, :, groups].reshape(5, -1).astype(np.float64))
-        ordered = quantiles(np.stack([x.numpy() for x in metrics_of(Lengths(*sample)).values()]))
-        for number, metric in enumerate(METRICS):
-            yield {
-                "site": site,
-                "layer": layer,
-                "head": head,
-                "metric": metric,
-                **{name: float(values[number]) for name, values in found.items()},
-                **{f"q{round(100 * q):02d}": float(ordered[number, i]) for i, q in enumerate(QUANTILES)},
-                "ratio_of_norms": pooled[metric],
-                "n_tokens": int(summary.count[groups, number].sum()),
-                "n_infinite": int(summary.infinite[groups, number].sum()),
-                "n_undefined": int(summary.undefined[groups, number].sum()),
-            }
+        sample = torch.from_numpy(self.sampled[at][:, :filled].astype(np.float64))
+        values = torch.stack(list(metrics_of(Lengths(*sample)).values())).numpy()  # [metric, token, group]
+        pooled = quantiles(rearrange(values, "metric token group -> metric 1 (token group)"))
+        single = quantiles(rearrange(values, "metric token group -> metric group token"))
+        ordered = np.concatenate([pooled, single], 1)
+        for row, head in enumerate([None, *range(values.shape[2])] if SITES[site].has_heads else [None]):
+            groups = slice(None) if head is None else slice(head, head + 1)
+            norms = pooled_metrics(self.pools[at][:, groups].sum(1))
+            for number, metric in enumerate(METRICS):
+                yield {
+                    "site": site,
+                    "layer": layer,
+                    "head": head,
+                    "metric": metric,
+                    **{name: float(of_rows[row, number]) for name, of_rows in found.items()},
+                    **{f"q{round(100 * q):02d}": float(ordered[number, row, i]) for i, q in enumerate(QUANTILES)},
+                    "ratio_of_norms": norms[metric],
+                    "n_tokens": int(summary.count[groups, number].sum()),
+                    "n_infinite": int(summary.infinite[groups, number].sum()),
+                    "n_undefined": int(summary.undefined[groups, number].sum()),
+                }
 
 
 def pooled_metrics(sums: NDArray[np.float64]) -> dict[str, float]:

@@ -1,0 +1,44 @@
+"""The table and the figure of README.md, from what `make demo` wrote.
+
+python scripts/readme_results.py demo        # prints the table, writes demo/sweep.html; docs/sweep.png is its screenshot
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from lens_geometry.plots import sweep_figure
+from lens_geometry.results import Result
+
+ROWS = {
+    "parallel part removed": ("none", "parallel", 0.0),
+    "parallel part halved": ("none", "parallel", 0.5),
+    "perpendicular part removed": ("none", "perpendicular", 0.0),
+    "perpendicular part halved": ("none", "perpendicular", 0.5),
+    "control: isotropic change, as large as removing the parallel part": ("isotropic", "parallel", 0.0),
+    "control: the whole update halved": ("gain", "parallel", 0.5),
+}
+
+
+def main(demo: Path) -> None:
+    result = Result.load(demo / "scale")
+    table = result.table.set_index(["control", "component", "scale", "site"])
+    sites = list(dict.fromkeys(result.table["site"]))
+    print(f"base loss {result.table['base_loss'].iloc[0]:.2f}\n")
+    print("| | " + " | ".join(f"`{site}`" for site in sites) + " |\n|---|" + "---|" * len(sites))
+    for name, key in ROWS.items():
+        print(f"| {name} | " + " | ".join(cell(table.loc[(*key, site)]) for site in sites) + " |")
+    edits = result.table[result.table["control"] == "none"]
+    figure = sweep_figure(edits).update_layout(width=1100, height=430, paper_bgcolor="white", plot_bgcolor="white")
+    figure.write_html(demo / "sweep.html", config={"displayModeBar": False, "staticPlot": True})
+
+
+def cell(row: pd.Series) -> str:
+    return f"{row.loss_change:+.2f} ({row.loss_change_low:+.2f} to {row.loss_change_high:+.2f})"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
