@@ -8,6 +8,7 @@ Nothing here has seen a model; whether a live model has a site is `anatomy.py`'s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -157,18 +158,32 @@ def choose_heads(heads: Any, n_heads: int) -> tuple[int, ...]:
     return _choose(heads, n_heads, "head")
 
 
+def indices(which: Any, what: str, cure: str) -> list[int]:
+    """A whole number or an iterable of them (Python's, numpy's, torch's) as a list. Raises SiteError for others."""
+    try:
+        try:
+            items = [operator.index(which)]
+        except TypeError:
+            items = list(which)
+        if isinstance(which, bool) or any(isinstance(item, bool) for item in items):
+            raise TypeError
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise SiteError(f"there is no {what} {which!r}", cure=cure) from None
+
+
 def _choose(which: Any, count: int, what: str) -> tuple[int, ...]:
     if which is None:
         return tuple(range(count))
     if isinstance(which, slice):
         which = range(count)[which]
-    items = list(which) if isinstance(which, Iterable) else [which]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or not -count <= item < count:
-            raise SiteError(f"there is no {what} {item!r}", cure=f"the model has {what}s 0 to {count - 1}")
-    chosen = tuple(sorted(item % count for item in items))
+    numbers = indices(which, what, f"the model has {what}s 0 to {count - 1}")
+    for number in numbers:
+        if not -count <= number < count:
+            raise SiteError(f"there is no {what} {number}", cure=f"the model has {what}s 0 to {count - 1}")
+    chosen = tuple(sorted(number % count for number in numbers))
     if not chosen or len(set(chosen)) < len(chosen):
-        raise SiteError(f"{what}s {items} select none, or one twice", cure=f"name each {what} once")
+        raise SiteError(f"{what}s {numbers} select none, or one twice", cure=f"name each {what} once")
     return chosen
 
 

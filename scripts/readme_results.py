@@ -1,6 +1,6 @@
 """The table and the figure of README.md, from what `make demo` wrote.
 
-python scripts/readme_results.py demo        # prints the table, writes demo/sweep.html; docs/sweep.png is its screenshot
+python scripts/readme_results.py demo        # prints the table, writes demo/sweep.html (docs/sweep.png shows it)
 """
 
 from __future__ import annotations

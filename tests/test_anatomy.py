@@ -1,5 +1,6 @@
 """What a live model is seen to have, and what is refused with a reason."""
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -11,6 +12,7 @@ from lens_geometry.sites import (
     GROUPINGS,
     HOOKS,
     SITES,
+    choose_layers,
     expand_kv,
     group_heads,
     self_weight,
@@ -139,6 +141,20 @@ def test_padding_and_chosen_positions_are_masked():
     assert token_mask(real, exclude=(0, -1))[0].tolist() == [False, True, True, True, False]
     with pytest.raises(SiteError, match="no position 5"):
         token_mask(real, exclude=(5,))
+
+
+@pytest.mark.parametrize(
+    "layers", [[1, 3], (3, -3), np.array([1, 3]), torch.tensor([1, 3]), range(1, 4, 2), slice(1, None, 2), iter([3, 1])]
+)
+def test_layers_may_be_named_in_every_usual_way(layers):
+    assert choose_layers(layers, 4) == (1, 3)
+
+
+def test_one_layer_may_be_any_kind_of_integer():
+    assert {choose_layers(one, 4) for one in (2, -2, np.int64(2), torch.tensor(2))} == {(2,)}
+    for wrong in (True, 1.0, "2", [1.0], [None], np.array([True])):
+        with pytest.raises(SiteError, match="there is no layer"):
+            choose_layers(wrong, 4)
 
 
 def test_hook_names_are_transformer_lens_own():

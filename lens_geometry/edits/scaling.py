@@ -15,7 +15,7 @@ from lens_geometry.edits.hooks import Collector, Hooks, tag
 from lens_geometry.edits.noise import Batch, normal_noise, shuffled_tokens
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import component_change
-from lens_geometry.sites import HOOKS, Grouping, Site, choose_heads, group_heads, ungroup_heads
+from lens_geometry.sites import HOOKS, Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
 
 Scale = float | Tensor | Callable[[Tensor], Tensor]
 Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain"]
@@ -83,8 +83,9 @@ def scale(
         )
     for number in (parallel, perpendicular):
         _check_scale(number, anatomy.n_layers)
-    if positions is not None and not isinstance(positions, (int, slice, Tensor)):
-        positions = list(positions)
+    mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
+    if positions is not None and not mask and not isinstance(positions, slice):
+        positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
     hooks: Hooks = []
     for layer in chosen:
         facts = anatomy.layers[layer]
@@ -220,7 +221,7 @@ def _check_scale(scale: Scale, n_layers: int) -> None:
 
 def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
     batch, length = change.shape[:2]
-    if isinstance(positions, Tensor) and positions.dtype == torch.bool:
+    if isinstance(positions, Tensor):
         if positions.shape != (batch, length):
             raise HookError(
                 f"a position mask of shape {tuple(positions.shape)} does not fit {(batch, length)}",
@@ -232,7 +233,7 @@ def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where
     if isinstance(positions, slice):
         mask[:, positions] = True
         return mask
-    for position in [positions] if isinstance(positions, int) else positions:
+    for position in positions:
         if not -length <= position < length:
             raise HookError(
                 f"there is no position {position} in a sequence of {length}",
