@@ -36,7 +36,7 @@ def describe(model: Any) -> dict[str, Any]:
     """JSON-able provenance of a TransformerLens model: what, where from, shape, policy and processing.
 
     `name`, `revision`, `source`, `source_sha256`, `licence` and `path` are known for models of `load_model`;
-    otherwise the name is the model's own and the rest is None. `default_prepend_bos` is the model's own
+    otherwise the name is the model's own, or says what it is, and the rest is None. `default_prepend_bos` is the model's own
     policy for text; experiments pass `prepend_bos` explicitly. `processing` maps each step to True, False or
     "unknown".
     """
@@ -47,7 +47,7 @@ def describe(model: Any) -> dict[str, Any]:
     architecture = getattr(cfg, "architecture", None) or getattr(cfg, "original_architecture", None)
     attention = getattr(getattr(original, "config", None), "_attn_implementation", None)
     return {
-        "name": source.get("name") or getattr(cfg, "model_name", None),
+        "name": source.get("name") or _own_name(model, architecture),
         "revision": source.get("revision"),
         "source": source.get("source"),
         "source_sha256": source.get("source_sha256"),
@@ -73,6 +73,14 @@ def describe(model: Any) -> dict[str, Any]:
         "processing": processing(model),
         "fingerprint": fingerprint(model),
     }
+
+
+def _own_name(model: Any, architecture: str | None) -> str:
+    """The name that a model brings; TransformerLens' stand-ins for none give way to what the model is."""
+    name = getattr(model.cfg, "model_name", None)
+    if name and name not in ("external", "custom", "native"):
+        return str(name)
+    return f"own {architecture or type(model).__name__} ({model.cfg.n_layers} layers, d_model {model.cfg.d_model})"
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 import zoo
 
 from lens_geometry import fetch, models
+from lens_geometry.data import load_text, tokenize
+from lens_geometry.edits import applied, scale
 from lens_geometry.errors import ModelError
+from lens_geometry.experiments import profile, scaling_sweep
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("bridge", "hooked") if zoo.MAJOR < 4 else ("bridge",)
@@ -42,6 +46,32 @@ def test_smollm2_computes_what_hugging_face_computes(backend: str, directory: Pa
     assert (logits - expected).abs().max() < 5e-5 * expected.abs().max()
     assert tokens[0, 0] != model.tokenizer.bos_token_id
     assert 3 < loss < 4.2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_removing_the_perpendicular_part_is_far_worse_at_every_site(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    grid = {"parallel": (0.0,), "perpendicular": (0.0,), "controls": (), "progress": False}
+    table = scaling_sweep(model, load_text("austen"), max_sequences=2, sequence_length=64, **grid).table
+    change = table.set_index(["site", "component", "scale"])["loss_change"]
+    for site in ("attn", "mlp", "value", "value_excl_self"):
+        assert change[site, "parallel", 1.0] == 0.0
+        assert change[site, "perpendicular", 0.0] > 4 * change[site, "parallel", 0.0] > 0.5
+    assert change["value", "parallel", 0.0] > change["value_excl_self", "parallel", 0.0]
+
+
+@pytest.mark.skipif(zoo.MAJOR > 3, reason="TransformerLens 4 has no HookedTransformer")
+def test_both_classes_give_the_same_profile_and_the_same_edited_loss(directory: Path) -> None:
+    ids = None
+    profiles, losses = [], []
+    for backend in BACKENDS:
+        model = models.load_model("smollm2-135m", backend=backend)
+        ids = tokenize(model, load_text("austen"), max_sequences=2, sequence_length=64).ids if ids is None else ids
+        profiles.append(profile(model, ids, progress=False).table)
+        with torch.no_grad(), applied(model, scale(model, "value_excl_self", parallel=0.0)):
+            losses.append(float(model(ids, return_type="loss")))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert np.allclose(profiles[0]["mean"], profiles[1]["mean"], rtol=2e-3, atol=1e-4)
 
 
 def test_smollm2_tokenizer_is_the_real_one(directory: Path) -> None:
