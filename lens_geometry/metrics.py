@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
-from transformer_lens.utilities import lm_cross_entropy_loss
 
 
 class SequenceLosses(NamedTuple):
@@ -28,6 +27,8 @@ def token_losses(
     logits: Float[Tensor, "batch pos vocab"], ids: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch pos-1"]:
     """The loss of predicting each next token, in nats; float32 whatever the logits' dtype."""
+    from transformer_lens.utilities import lm_cross_entropy_loss  # takes seconds to import
+
     losses = lm_cross_entropy_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), ids, per_token=True)
     assert isinstance(losses, Tensor)
     return losses

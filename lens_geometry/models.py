@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -74,6 +75,12 @@ def load_model(
     Raises:
         ModelError: the name leads nowhere, the files are damaged, the architecture or backend is unsupported.
     """
+    if not isinstance(name, str | os.PathLike):
+        problem = f"load_model takes a name or a path, not a {type(name).__name__}"
+        raise ModelError(
+            problem, cure=f"a TransformerLens model is used as it is; wrap a Hugging Face one: {loaders.BOOT}"
+        )
+    name = str(name)
     if backend not in ("bridge", "hooked"):
         raise ModelError(f"unknown backend {backend!r}", cure='backend="bridge" or backend="hooked"')
     if dtype not in DTYPES:

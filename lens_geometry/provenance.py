@@ -36,9 +36,9 @@ def describe(model: Any) -> dict[str, Any]:
     """JSON-able provenance of a TransformerLens model: what, where from, shape, policy and processing.
 
     `name`, `revision`, `source`, `source_sha256`, `licence` and `path` are known for models of `load_model`;
-    otherwise the name is the model's own, or says what it is, and the rest is None. `default_prepend_bos` is the model's own
-    policy for text; experiments pass `prepend_bos` explicitly. `processing` maps each step to True, False or
-    "unknown".
+    otherwise the name is the model's own, or says what it is, and the rest is None. `default_prepend_bos` is
+    the model's own policy for text; experiments pass `prepend_bos` explicitly. `processing` maps each step to
+    True, False or "unknown".
     """
     cfg, original = model.cfg, getattr(model, "original_model", None)
     source: dict[str, Any] = model.__dict__.get(SOURCE) or {}

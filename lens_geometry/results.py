@@ -36,6 +36,9 @@ class Result:
     table: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Result({self.experiment!r}, {len(self.table)} rows; see .table, .meta, .plot(), .save(directory))"
+
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write `table.parquet`, `table.csv`, `meta.json` and `figure.html`; returns the directory.
 

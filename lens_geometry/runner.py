@@ -20,10 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lens_geometry import models
-from lens_geometry.anatomy import at_rest, attached, inspect, probe_tokens
+from lens_geometry.anatomy import at_rest, attached, hook_points, inspect, probe_tokens
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits import Batch, Hooks, applied
-from lens_geometry.errors import HookError, ModelError, ResultError
+from lens_geometry.errors import DataError, HookError, ModelError, ResultError
 from lens_geometry.metrics import SequenceLosses, sequence_losses
 from lens_geometry.results import jsonable, versions
 
@@ -48,6 +48,19 @@ class RunSettings:
     seed: int = 0
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        at_least(self, sequence_length=2, batch_size=1, seed=0)
+        if self.max_sequences is not None:
+            at_least(self, max_sequences=1)
+
+
+def at_least(settings: Any, **least: int) -> None:
+    """Raise DataError for a setting that is no whole number or too small, before anything is run."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise DataError(f"{name} is {value!r}", cure=f"give a whole number of {low} or more")
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -60,9 +73,7 @@ class Condition:
 def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
     """The tokens of an experiment. Raises ModelError or DataError for what cannot be used."""
     models.require_model(model)
-    if settings.batch_size < 1:
-        raise ModelError(f"batch_size is {settings.batch_size}", cure="pass 1 or more")
-    for warning in models.processing_warnings(model):
+    for warning in model_warnings(model):
         warnings.warn(warning, stacklevel=3)
     return tokenize(
         model,
@@ -71,6 +82,16 @@ def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
         max_sequences=settings.max_sequences,
         prepend_bos=settings.prepend_bos,
     )
+
+
+def model_warnings(model: Any) -> list[str]:
+    """What about the model makes its numbers those of another: processed weights, hooks that somebody left on."""
+    points = {id(point): point for point in hook_points(model).values()}
+    left = sorted(str(point.name) for point in points.values() if point.fwd_hooks)
+    found = models.processing_warnings(model)
+    if left:
+        found.append(f"the model carries hooks of its own, which were active: {', '.join(left)}")
+    return found
 
 
 def batches(
@@ -119,21 +140,26 @@ def run_conditions(
     """
     done = Journal(journal, about or {}) if journal else Journal(None, {})
     todo = [Condition("base", lambda _: []), *conditions]
+    before = done.losses.pop("base", None)  # run again: what changed since, in the model or around it, shows here
     todo = [condition for condition in todo if condition.key not in done.losses]
     steps = -(-len(tokens.ids) // settings.batch_size)
     with at_rest(model), bar(len(todo) * steps, "conditions", settings.progress) as progress:
         for condition in todo:
             progress.set_postfix_str(condition.key, refresh=False)
             batch, found = Batch(), []
-            with applied(model, condition.hooks(batch)):
+            with applied(model, condition.hooks(batch), require_change=False):  # no effect is a finding of the table
                 for rows, ids, mask in batches(model, tokens, settings.batch_size):
-                    batch.ids, batch.mask = rows, mask
+                    batch.ids = rows
                     found.append(sequence_losses(model, ids, mask))
                     progress.update()
             losses = SequenceLosses(*map(np.concatenate, zip(*found, strict=True)))
             if condition.key == "base" and losses.nonfinite.any():
                 raise _nonfinite_base(model, tokens, losses)
-            done.add(condition.key, losses)
+            if condition.key == "base" and before is not None:
+                done.check_same(before, losses)
+                done.losses["base"] = before
+            else:
+                done.add(condition.key, losses)
     return done.losses
 
 
@@ -159,21 +185,37 @@ class Journal:
             line = {"key": key, **{name: array.tolist() for name, array in losses._asdict().items()}}
             self._write(json.dumps(line) + "\n", "ab")
 
+    def check_same(self, before: SequenceLosses, now: SequenceLosses) -> None:
+        """Raise ResultError when the unedited model no longer gives the losses that the journal holds."""
+        same = before.sums.shape == now.sums.shape and (before.counts == now.counts).all()
+        if not same or not np.allclose(before.sums, now.sums, rtol=1e-5, atol=1e-5):
+            raise ResultError(
+                "the unedited model gives other losses than when this journal was begun (its configuration, its hooks, "
+                "the token mask or the machine have changed)",
+                where=str(self.path),
+                cure="give another --out directory, or delete this file to start again",
+            )
+
     def _read(self, path: Path, head: str) -> None:
         cure = "give another --out directory, or delete this file to start again"
-        text = path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
         try:
-            first, *lines = whole.decode("utf-8").splitlines() or [""]
+            text = path.read_bytes()
+            whole = text[: text.rfind(b"\n") + 1]
+            if not whole:  # killed while writing the first line
+                self._write(head + "\n", "wb")
+                return
+            first, *lines = whole.decode("utf-8").splitlines()
             found = [json.loads(line) for line in lines]
-            before = json.loads(first)
+            before = dict(json.loads(first))
             losses = {
                 line["key"]: SequenceLosses(
                     np.array(line["sums"], np.float64), np.array(line["counts"]), np.array(line["nonfinite"])
                 )
                 for line in found
             }
-        except (ValueError, KeyError, TypeError) as error:
+            if len({len(array) for one in losses.values() for array in one}) > 1:
+                raise ValueError("lines of different lengths")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ResultError(
                 f"the journal of an earlier run is damaged ({error})", where=str(path), cure=cure
             ) from error
@@ -216,7 +258,7 @@ def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: fl
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - started, 2),
-        "warnings": models.processing_warnings(model),
+        "warnings": model_warnings(model),
         **more,
     }
 
@@ -229,20 +271,31 @@ def identity_of_run(model: Any, tokens: Tokens, settings: Any) -> dict[str, Any]
         "model_fingerprint": about["fingerprint"],
         "dtype": about["dtype"],
         "class": about["class"],
+        "device": about["device"],
+        "attn_implementation": about["attn_implementation"],
         "tokens_sha256": tokens.meta["tokens_sha256"],
+        "n_tokens": tokens.meta["n_tokens"],
         "versions": {
-            name: v for name, v in versions().items() if name in ("torch", "transformer-lens", "transformers")
+            name: v
+            for name, v in versions().items()
+            if name in ("lens-geometry", "torch", "transformer-lens", "transformers")
         },
         **{f"settings.{key}": jsonable(value) for key, value in kept.items()},
     }
 
 
+def _pushed(tensor: Tensor, hook: Any) -> Tensor:
+    """An activation moved by its own size along a fixed direction, also where it is zero."""
+    direction = torch.linspace(-1.0, 1.0, tensor.shape[-1], device=tensor.device)
+    return tensor + ((1.0 + tensor.float().abs().mean()) * direction).to(tensor.dtype)
+
+
 def check_effect(model: Any, hook_name: str) -> None:
-    """Raise HookError unless zeroing a hook changes the model's logits: some hooks are only shown, not used."""
+    """Raise HookError unless changing a hook changes the model's logits: some hooks are only shown, not used."""
     ids = probe_tokens(model)
     with at_rest(model):
         before = model(ids, return_type="logits")
-        with applied(model, [(hook_name, lambda tensor, hook: torch.zeros_like(tensor))]):
+        with applied(model, [(hook_name, _pushed)]):
             after = model(ids, return_type="logits")
     if torch.equal(before, after):
         raise HookError(

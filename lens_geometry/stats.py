@@ -82,10 +82,12 @@ class RunningSummary:
     def __init__(self, groups: int, metrics: int, replicates: int) -> None:
         self.count, self.total, self.square = (np.zeros((groups, metrics)) for _ in range(3))
         self.infinite, self.undefined = (np.zeros((groups, metrics), dtype=np.int64) for _ in range(2))
+        self.sequences = 0
         self.replicate_count, self.replicate_total = (np.zeros((replicates, groups, metrics)) for _ in range(2))
 
     def add(self, counts: Floats, totals: Floats, squares: Floats, weights: Floats) -> None:
         """Add a batch: per sequence how many finite numbers, their sum, the sum of their squares."""
+        self.sequences += len(counts)
         self.count += counts.sum(0)
         self.total += totals.sum(0)
         self.square += squares.sum(0)
@@ -99,6 +101,8 @@ class RunningSummary:
             mean = total / n
             variance = np.maximum(square / n - mean**2, 0.0) * n / (n - 1)
             means = _pooled_first(self.replicate_total, 1) / _pooled_first(self.replicate_count, 1)
+            if self.sequences < 2:
+                means = np.full_like(means, np.nan)  # one sequence says nothing of how sequences differ
         tail = (1 - CONFIDENCE) / 2
         low, high = np.moveaxis(quantiles(np.moveaxis(means, 0, -1), (tail, 1 - tail)), -1, 0)
         return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}

@@ -85,6 +85,41 @@ def test_what_is_no_transformer_lens_model_is_refused_with_the_way_to_make_one(t
         hook_points(thing)
 
 
+def test_other_hooks_and_autocast_are_not_taken_for_the_model():
+    model, seen = zoo.build("llama_gqa", fresh=True), []
+
+    def theirs(z, hook):
+        seen.append(z.shape)
+        return z * 0
+
+    with attached(model, [("blocks.1.attn.hook_z", theirs)]), torch.autocast("cpu", torch.bfloat16):
+        require(model, "value")
+        assert seen == []
+        model(zoo.tokens())
+    assert len(seen) == 1
+
+
+def test_a_refusal_is_never_from_memory():
+    model = zoo.build("llama_gqa", fresh=True)
+    weight = next(p for name, p in model.named_parameters() if "mlp" in name)
+    sound = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        with pytest.raises(SiteError):
+            require(model, "mlp")
+        weight.copy_(sound)
+    require(model, "mlp")
+
+
+def test_every_module_keeps_its_own_mode():
+    model = zoo.build("llama_gqa", fresh=True)
+    model.train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    inspect(model, fresh=True)
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_attached_hooks_leave_others_in_place_also_after_an_exception():
     model = zoo.build("llama_gqa", fresh=True)
     name, calls = "blocks.1.hook_mlp_out", []

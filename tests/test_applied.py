@@ -66,11 +66,31 @@ def test_an_edit_that_changes_nothing_is_an_error():
     one_token = zoo.tokens(1, 1)
     for hooks in (
         scale(model, "value_excl_self", parallel=0.0),  # one token attends to itself alone
-        scale(model, "mlp", parallel=torch.ones(4)),
         scale(model, "mlp", parallel=0.5, positions=torch.zeros(1, 1, dtype=torch.bool)),
     ):
         with pytest.raises(HookError, match="left every activation as it was"), applied(model, hooks):
             model(one_token)
+
+
+def test_a_layer_whose_update_is_zero_does_not_stop_an_edit_that_reaches_others():
+    model = zoo.build("llama_gqa", fresh=True)
+    off = torch.ones(4)
+    off[2] = 0.0
+    with applied(model, scale(model, "mlp", parallel=off)):  # layers 0, 1 and 3 have nothing to do
+        model(zoo.tokens())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".1." in name and ("o_proj" in name or "attn.o" in name):
+                p.zero_()
+    with applied(model, scale(model, "attn", parallel=0.0)):
+        model(zoo.tokens())
+
+
+def test_one_edit_twice_in_a_list_is_an_error():
+    model = zoo.build("llama_gqa")
+    hooks = scale(model, "value", parallel=0.5)
+    with pytest.raises(HookError, match="twice"), applied(model, hooks + hooks):
+        pytest.fail("ran")
 
 
 def test_a_declared_no_op_and_a_users_own_identity_are_no_errors():

@@ -145,7 +145,10 @@ def test_token_ids_are_taken_as_they_are():
 
 def test_tokens_come_back_unchanged_and_are_checked_against_the_model():
     tokens = tokenize(MODEL, "abcdefgh", sequence_length=4)
-    assert tokenize(MODEL, tokens, sequence_length=2, prepend_bos=True) is tokens
+    again = tokenize(MODEL, tokens, sequence_length=2, prepend_bos=True)
+    assert again.ids is tokens.ids
+    assert again.mask is tokens.mask
+    assert again.meta == tokens.meta
     with pytest.raises(DataError, match="outside the vocabulary of 10"):
         tokenize(model_with(None, d_vocab=10), tokens)
     with pytest.raises(DataError, match="context is 2 tokens"):

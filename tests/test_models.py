@@ -231,3 +231,9 @@ def test_require_model_says_how_to_make_one() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             models.require_model(thing)
+
+
+@pytest.mark.parametrize("thing", [None, 7, torch.nn.Linear(1, 1)])
+def test_what_is_no_name_is_refused_with_the_way_to_use_a_model_that_is_there(thing: object) -> None:
+    with pytest.raises(ModelError, match="takes a name or a path"):
+        models.load_model(thing)  # type: ignore[arg-type]

@@ -106,6 +106,27 @@ def test_intervals_hold_the_mean_and_narrow_with_more_sequences():
     assert 2 < width[8] / width[128] < 8  # sqrt(128 / 8) = 4
 
 
+def test_one_sequence_has_no_interval():
+    table = profile(zoo.build("llama_gqa"), zoo.tokens(1, 12), **QUIET).table
+    assert table["mean"].notna().all()
+    assert table[["ci_low", "ci_high"]].isna().all(axis=None)
+
+
+def test_a_site_named_twice_is_measured_once():
+    once, twice = (
+        profile(zoo.build("llama_gqa"), zoo.tokens(), sites=s, **QUIET).table for s in (("mlp",), ("mlp",) * 2)
+    )
+    pd.testing.assert_frame_equal(once, twice)
+
+
+def test_hooks_that_were_left_on_the_model_are_named():
+    model = zoo.build("llama_gqa", fresh=True)
+    model.add_hook("blocks.1.hook_mlp_out", lambda tensor, hook: 0.1 * tensor)
+    with pytest.warns(UserWarning, match="carries hooks of its own"):
+        result = profile(model, zoo.tokens(), **QUIET)
+    assert any("hooks of its own" in warning for warning in result.meta["warnings"])
+
+
 def test_a_model_without_a_site_is_profiled_without_it_and_says_so():
     result = profile(zoo.build("opt_post_norm"), zoo.tokens(), **QUIET)
     assert set(result.table["site"]) == {"block", "value", "value_excl_self"}
@@ -140,7 +161,11 @@ def test_activations_that_are_not_finite_are_named():
         (zoo.tokens(), {"sites": ("atn",)}, SiteError, "choose among attn"),
         (zoo.tokens(), {"grouping": "pairs"}, SiteError, "grouping"),
         (zoo.tokens(1, 2), {"exclude_positions": (0, 1)}, SiteError, "no token is left"),
-        (zoo.tokens(), {"batch_size": 0}, ModelError, "batch_size"),
+        (zoo.tokens(), {"batch_size": 0}, DataError, "batch_size"),
+        (zoo.tokens(), {"seed": -1}, DataError, "seed"),
+        (zoo.tokens(), {"quantile_sample": 0}, DataError, "quantile_sample"),
+        (zoo.tokens(), {"replicates": 0}, DataError, "replicates"),
+        (zoo.tokens(), {"max_sequences": 2.5}, DataError, "max_sequences"),
     ],
 )
 def test_bad_input_is_one_clear_error(data, changes, error, words):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import zoo
 
+from lens_geometry.data import tokenize
 from lens_geometry.edits import scale
 from lens_geometry.errors import DataError, HookError, ModelError, ResultError, SiteError
 from lens_geometry.experiments import scaling_sweep
@@ -101,7 +103,7 @@ def test_a_sweep_that_is_started_again_runs_nothing_twice(tmp_path, monkeypatch)
     monkeypatch.setattr("lens_geometry.runner.sequence_losses", counted)
     again = scaling_sweep(model, ids, sites=("mlp",), out=half, **SMALL).table
     pd.testing.assert_frame_equal(again, whole, check_exact=True)
-    assert len(calls) == len(lines) - 4
+    assert len(calls) == len(lines) - 4 + 1  # the unedited model is run again, to see that it is the same
     assert (half / "journal.jsonl").read_text() == journal.read_text()
 
 
@@ -127,6 +129,62 @@ def test_a_damaged_journal_is_refused(tmp_path):
     (tmp_path / "journal.jsonl").write_text(lines[0] + "{]\n" + lines[2])
     with pytest.raises(ResultError, match="damaged"):
         scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+
+
+def test_a_run_killed_in_its_first_line_starts_afresh(tmp_path):
+    model = zoo.build("llama_gqa")
+    (tmp_path / "journal.jsonl").write_text('{"class": "Tran')
+    scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+    assert (tmp_path / "journal.jsonl").read_text().count("\n") > 5
+
+
+@pytest.mark.parametrize("first", ["[]", "1", "null", '"x"'])
+def test_a_journal_that_is_something_else_is_refused(tmp_path, first):
+    (tmp_path / "journal.jsonl").write_text(first + "\n")
+    with pytest.raises(ResultError):
+        scaling_sweep(zoo.build("llama_gqa"), zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+
+
+def test_what_changed_around_the_model_is_noticed_when_a_sweep_goes_on(tmp_path):
+    model = zoo.build("llama_gqa", fresh=True)
+    scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+    model.add_hook("blocks.1.hook_mlp_out", lambda tensor, hook: 0.1 * tensor)
+    with pytest.warns(UserWarning, match="hooks of its own"), pytest.raises(ResultError, match="other losses"):
+        scaling_sweep(model, zoo.tokens(), sites=("mlp",), out=tmp_path, **SMALL)
+
+
+def test_other_tokens_or_another_mask_under_an_old_name_are_noticed(tmp_path):
+    model, ids = zoo.build("llama_gqa"), zoo.tokens(2, 12)
+    tokens = tokenize(model, ids)
+    scaling_sweep(model, tokens, sites=("mlp",), out=tmp_path, **SMALL)
+    shorter = tokens.mask.clone()
+    shorter[0, 8:] = False
+    for changed in (replace(tokens, mask=shorter), replace(tokens, ids=zoo.tokens(2, 12, seed=1))):
+        with pytest.raises(ResultError, match="differs in"):
+            scaling_sweep(model, changed, sites=("mlp",), out=tmp_path, **SMALL)
+
+
+def test_masks_that_are_not_right_padding_are_refused():
+    model = zoo.build("llama_gqa")
+    tokens = tokenize(model, zoo.tokens(2, 12))
+    left, one = tokens.mask.clone(), tokens.mask.clone()
+    left[0, :3] = False
+    one[0, 1:] = False
+    for mask in (left, one, tokens.mask.long(), tokens.mask[:1]):
+        with pytest.raises(DataError):
+            scaling_sweep(model, replace(tokens, mask=mask), sites=("mlp",), **SMALL)
+
+
+def test_a_blanked_layer_is_a_row_of_the_table_not_the_end_of_the_sweep():
+    model = zoo.build("llama_gqa", fresh=True)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if (".0." in name and "down_proj" in name) or "blocks.0.mlp.out" in name:
+                p.zero_()
+    with pytest.warns(UserWarning, match="changed no loss"):
+        table = scaling_sweep(model, zoo.tokens(), sites=("mlp",), layers=("0", "all"), **SMALL).table
+    assert set(rows(table, layers="0", control="none", scale=0.0)["status"]) == {"no_effect"}
+    assert set(rows(table, layers="all", control="none", scale=0.0)["status"]) == {"ok"}
 
 
 KILLED = """
@@ -189,6 +247,8 @@ def test_a_hook_that_is_shown_but_not_used_is_refused():
         ({"sites": ("atn",)}, SiteError, "choose among"),
         ({"layers": ("9",)}, SiteError, "layers 0 to 3"),
         ({"layers": ("first",)}, SiteError, "names no layers"),
+        ({"layers": (range(1),)}, SiteError, "names no layer set"),
+        ({"layers": ("²",)}, SiteError, "names no layers"),
         ({"controls": ("noise",)}, SiteError, "no control"),
         ({"parallel": (), "perpendicular": ()}, DataError, "grid is empty"),
         ({"grouping": "pairs"}, SiteError, "grouping"),

@@ -16,18 +16,21 @@ from lens_geometry.errors import HookError
 
 
 @contextmanager
-def applied(model: Any, hooks: Hooks) -> Iterator[Counter[str]]:
+def applied(model: Any, hooks: Hooks, *, require_change: bool = True) -> Iterator[Counter[str]]:
     """Run a model with hooks; leaving raises when one of them did nothing.
 
     Yields a counter of how often each hook fired, by name. Other hooks that the user has added stay.
-    On leaving, raises HookError when a hook never fired, or when an edit that should change its activation
-    returned it unchanged every time; an exception from inside is passed on as it is. Whatever the edits
-    kept between their hooks is dropped in every case.
+    On leaving, raises HookError when a hook never fired, or (unless `require_change` is False) when edits that
+    should change something left every activation of every layer as it was. One layer may be left alone: its
+    update may be zero. An exception from inside is passed on as it is. Whatever the edits kept between
+    their hooks is dropped in every case. Raises HookError at once when one edit is in the list twice.
 
     >>> with applied(model, scale(model, "mlp", parallel=0.0)) as fired:  # doctest: +SKIP
     ...     logits = model(tokens)
     """
     named = _named(model, hooks)
+    if len({(name, id(fn)) for name, fn in named}) < len(named):
+        raise HookError("one edit is in the list twice", cure="call `scale` once for each edit; lists add up with +")
     fired: Counter[str] = Counter()
     calls = [0] * len(named)
     changed = [False] * len(named)
@@ -57,13 +60,11 @@ def applied(model: Any, hooks: Hooks) -> Iterator[Counter[str]]:
             where=", ".join(silent[:3]) + (" ..." if len(silent) > 3 else ""),
             cure="run the model inside the `with`, and edit only layers that this pass reaches",
         )
-    idle = [
-        name for (name, fn), did in zip(named, changed, strict=True) if getattr(fn, "must_change", False) and not did
-    ]
-    if idle:
+    due = [(name, did) for (name, fn), did in zip(named, changed, strict=True) if getattr(fn, "must_change", False)]
+    if require_change and due and not any(did for _, did in due):
         raise HookError(
-            f"{len(idle)} edits left every activation as it was",
-            where=", ".join(idle[:3]) + (" ..." if len(idle) > 3 else ""),
+            "the edit left every activation as it was",
+            where=", ".join(name for name, _ in due[:3]) + (" ..." if len(due) > 3 else ""),
             cure="check heads, positions and scales; in a sequence of one token value_excl_self has nothing to edit",
         )
 

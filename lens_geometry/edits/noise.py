@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+
+from lens_geometry.errors import HookError
 
 
 @dataclass
@@ -16,14 +18,16 @@ class Batch:
     """Which sequences are being run, for edits that draw noise. A runner changes it batch by batch.
 
     With `ids` a sequence has its own noise wherever it stands; without, row i of every batch gets the noise
-    of sequence i. `mask` [batch, pos] keeps padding out of shuffles.
+    of sequence i.
     """
 
     ids: Sequence[int] | None = None
-    mask: Bool[Tensor, "batch pos"] | None = None
 
     def generators(self, rows: int, seed: int, layer: int) -> list[torch.Generator]:
+        """One for each row of a batch. Raises HookError when `ids` are those of another batch."""
         ids = self.ids if self.ids is not None else range(rows)
+        if len(ids) != rows:
+            raise HookError(f"Batch has {len(ids)} ids for {rows} sequences", cure="set ids for each batch that is run")
         return [sequence_generator(seed, layer, ids[row]) for row in range(rows)]
 
 
@@ -39,15 +43,18 @@ def normal_noise(like: Tensor, batch: Batch, seed: int, layer: int) -> Tensor:
     return torch.stack(rows).to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
-def shuffled_tokens(
+def earlier_tokens(
     vectors: Float[Tensor, "batch pos ..."], batch: Batch, seed: int, layer: int
 ) -> Float[Tensor, "batch pos ..."]:
-    """Every vector from another real token of the same sequence; position 0 and padding stay in place."""
+    """Every vector from a random earlier token of the same sequence, not the first one where there is a choice.
+
+    Earlier, so that no token learns of those it has to predict. Position 0 keeps its own.
+    """
     rows = []
     for row, generator in enumerate(batch.generators(len(vectors), seed, layer)):
-        order = torch.arange(vectors.shape[1])
-        places = order[1:] if batch.mask is None else torch.nonzero(batch.mask[row].cpu()).flatten()[1:]
-        turn = places[torch.randperm(len(places), generator=generator)]
-        order[turn] = turn.roll(1)  # a random cycle: no token keeps its own
-        rows.append(vectors[row, order.to(vectors.device)])
+        place = torch.arange(vectors.shape[1])
+        first = (place > 1).long()
+        chance = torch.rand(vectors.shape[1], generator=generator)
+        earlier = first + (chance * (place - first)).long()
+        rows.append(vectors[row, torch.where(place > 0, earlier, 0).to(vectors.device)])
     return torch.stack(rows)

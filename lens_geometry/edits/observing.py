@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lens_geometry.anatomy import require
+from lens_geometry.anatomy import inspect, require
 from lens_geometry.edits.hooks import Collector, HookFn, Hooks, tag
-from lens_geometry.sites import Site
+from lens_geometry.sites import Site, choose_layers
 
 Visit = Callable[[Site, int, Tensor, Tensor], None]
 
@@ -24,9 +24,10 @@ def observe(
     let go within their layer, so memory does not grow with the number of layers.
     Raises SiteError when the model does not have one of the sites.
     """
-    found = [require(model, site, layers) for site in sites]
+    chosen = choose_layers(layers, inspect(model).n_layers)
+    found = [require(model, site, chosen) for site in dict.fromkeys(sites)]
     hooks: Hooks = []
-    for layer in found[0][2]:
+    for layer in chosen:
         anatomy = found[0][0]
         facts = anatomy.layers[layer]
         needs = {site: {*anatomy.reads(site, layer), site.target} for _, site, _ in found}

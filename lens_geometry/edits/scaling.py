@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lens_geometry.anatomy import LayerFacts, n_groups, require
 from lens_geometry.edits.hooks import Collector, Hooks, tag
-from lens_geometry.edits.noise import Batch, normal_noise, shuffled_tokens
+from lens_geometry.edits.noise import Batch, earlier_tokens, normal_noise
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import component_change
 from lens_geometry.sites import HOOKS, Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
@@ -51,7 +52,7 @@ def scale(
             groups with `grouping="kv_group"`. Positions may be a mask [batch, pos].
         grouping: which value-space vector is decomposed: "each" head, "kv_group" or "merged".
         control: a comparison in the edit's place. "random_reference" and "shuffled_reference" (that of
-            another token) scale along the wrong direction; "isotropic" makes a change of the same norm in
+            an earlier token) scale along the wrong direction; "isotropic" makes a change of the same norm in
             a random direction; "gain" scales the whole update by the one scale that is not 1.
         seed, batch: the noise of the controls; see `Batch`.
 
@@ -81,8 +82,9 @@ def scale(
             where="site resid",
             cure="scale `parallel` (a plain gain), or choose another site",
         )
-    for number in (parallel, perpendicular):
-        _check_scale(number, anatomy.n_layers)
+    parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
+    if heads is not None and not isinstance(heads, slice):
+        heads = indices(heads, "head", "give a slice or whole numbers")
     mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
     if positions is not None and not mask and not isinstance(positions, slice):
         positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
@@ -124,22 +126,31 @@ class _LayerEdit:
     batch: Batch
 
     def hooks(self, reads: tuple[str, ...]) -> Hooks:
-        if callable(self.parallel) or callable(self.perpendicular):
-            reads = (*reads, "resid_pre")
-        no_op = _is_one(self.parallel) and _is_one(self.perpendicular)
+        no_op = _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
+        gated = callable(self.parallel) or callable(self.perpendicular)
+        reads = (*reads, "resid_pre") if gated else reads
         collector = Collector(self.layer, () if no_op else reads, self.facts)
 
         def edit(tensor: Tensor, hook: Any) -> Tensor | None:
             acts = collector.take(self.site.target, tensor)
             return None if no_op else self.edited(tensor, acts)
 
-        return [*collector.readers(), (self.where, tag(edit, collector, must_change=not no_op))]
+        return [*collector.readers(), (self.where, tag(edit, collector, must_change=not no_op and not gated))]
 
     @property
     def where(self) -> str:
         return HOOKS[self.site.target].format(self.layer)
 
     def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        by_place = self.control not in ("none", "gain") or not (
+            self.positions is None or isinstance(self.positions, Tensor)
+        )
+        if tensor.shape[1] == 1 and by_place:
+            raise HookError(
+                "this pass is one token long: under a KV cache its position is not known",
+                where=self.where,
+                cure="generate with use_past_kv_cache=False, or leave positions and noise controls out",
+            )
         update, reference = self.site.vectors(acts)
         if self.site.has_heads:
             update = group_heads(update, self.grouping, self.facts.n_kv_heads)
@@ -158,7 +169,7 @@ class _LayerEdit:
         if self.control == "random_reference":
             reference = normal_noise(update, self.batch, self.seed, self.layer)
         elif self.control == "shuffled_reference":
-            reference = shuffled_tokens(reference, self.batch, self.seed, self.layer)
+            reference = earlier_tokens(reference, self.batch, self.seed, self.layer)
         change = component_change(update, reference, parallel, perpendicular)
         if self.control == "isotropic":
             direction = normal_noise(change, self.batch, self.seed, self.layer)
@@ -173,6 +184,13 @@ class _LayerEdit:
                 picked = picked.unsqueeze(-1)
         elif callable(scale):
             picked = scale(acts["resid_pre"])
+            shape = tuple(getattr(picked, "shape", ()))
+            if not isinstance(picked, Tensor) or len(shape) not in (2, 3) or shape[:2] != update.shape[:2]:
+                raise GeometryError(
+                    f"the callable scale gave {f'shape {shape}' if shape else repr(picked)[:60]}",
+                    where=f"site {self.site.name}, layer {self.layer}",
+                    cure=f"return a tensor [batch, pos] (here {list(update.shape[:2])}) or [batch, pos, head]",
+                )
             if picked.ndim == 2 and self.site.has_heads:
                 picked = picked.unsqueeze(-1)
             elif picked.ndim == 3 and not self.site.has_heads:
@@ -204,19 +222,35 @@ class _LayerEdit:
 SCALE_SHAPES = "give [layer], [layer, head], [layer, batch, pos] or [layer, batch, pos, head]"
 
 
-def _is_one(scale: Any) -> bool:
-    return isinstance(scale, (int, float)) and scale == 1
-
-
-def _check_scale(scale: Scale, n_layers: int) -> None:
+def _is_one(scale: Scale, layer: int = 0) -> bool:
+    """Whether a checked scale changes nothing in a layer."""
     if isinstance(scale, Tensor):
-        if scale.ndim > 4 or (scale.ndim and scale.shape[0] not in (1, n_layers)):
-            raise GeometryError(
-                f"a scale tensor of shape {tuple(scale.shape)} has no [layer] axis of 1 or {n_layers}",
-                cure=SCALE_SHAPES,
-            )
-    elif not callable(scale) and not abs(float(scale)) < float("inf"):
-        raise GeometryError(f"a scale of {scale} is not finite", cure="give a finite number")
+        return scale.ndim > 0 and bool((scale[layer if scale.shape[0] > 1 else 0] == 1).all())
+    return not callable(scale) and scale == 1
+
+
+def _checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
+    """A float, a tensor with its layer axis, or a callable. Raises GeometryError for anything else."""
+    if callable(scale) and not isinstance(scale, Tensor):
+        return scale  # type: ignore[no-any-return]
+    if isinstance(scale, numbers.Real):
+        scale = torch.tensor(float(scale), dtype=torch.float64)
+    try:
+        number = torch.as_tensor(scale)
+        number = number if number.is_floating_point() else number.double()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GeometryError(f"a scale of {scale!r} is no number", cure=f"give a number, or {SCALE_SHAPES}") from error
+    if not torch.isfinite(number).all():
+        raise GeometryError(f"a scale of {scale} is not finite", cure="give finite numbers")
+    if number.ndim == 0 and not number.requires_grad:
+        return float(number)
+    if number.ndim > 4 or (number.ndim and number.shape[0] not in (1, n_layers)):
+        problem = f"a scale tensor of shape {tuple(number.shape)} has no [layer] axis of 1 or {n_layers}"
+        raise GeometryError(problem, cure=SCALE_SHAPES)
+    if number.ndim in (2, 4) and not site.has_heads:
+        problem = f"a scale tensor of shape {tuple(number.shape)} has heads, and site {site.name!r} has none"
+        raise GeometryError(problem, cure="give [layer] or [layer, batch, pos]")
+    return number
 
 
 def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:

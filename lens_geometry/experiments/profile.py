@@ -23,7 +23,7 @@ from lens_geometry.edits import applied, observe
 from lens_geometry.errors import GeometryError, SiteError
 from lens_geometry.geometry import METRICS, Lengths, lengths, metrics_of
 from lens_geometry.results import Result
-from lens_geometry.runner import RunSettings, bar, batches, prepare, provenance
+from lens_geometry.runner import RunSettings, at_least, bar, batches, prepare, provenance
 from lens_geometry.sites import HOOKS, SITES, Grouping, Site, group_heads, token_mask
 from lens_geometry.stats import QUANTILES, RunningSummary, TokenSample, poisson_weights, quantiles
 
@@ -47,6 +47,10 @@ class ProfileSettings(RunSettings):
     exclude_positions: tuple[int, ...] = (0,)
     quantile_sample: int = 4096
     replicates: int = 400
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, quantile_sample=1, replicates=2)
 
 
 def profile(model: Any, data: Any, settings: ProfileSettings | None = None, **changes: Any) -> Result:
@@ -109,7 +113,7 @@ def available_sites(model: Any, sites: tuple[str, ...], *, editing: bool = False
     """
     anatomy = inspect(model)
     kept, refused = [], []
-    for name in sites:
+    for name in dict.fromkeys(sites):
         if name not in SITES or name == "resid":
             raise SiteError(f"{name!r} is no site to decompose", cure=f"choose among {', '.join(PROFILED)}")
         reasons = [anatomy.refusal(SITES[name], layer, editing=editing) for layer in range(anatomy.n_layers)]

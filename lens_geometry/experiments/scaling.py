@@ -106,7 +106,8 @@ def scaling_sweep(
     Returns:
         A Result with one row per condition: loss (nats per token), perplexity, and their change against the
         unedited model on the same tokens, with 95 % intervals by paired bootstrap over sequences. A condition
-        whose losses are not all finite has status "nonfinite" and counts them; its loss is over the rest.
+        whose losses are not all finite has status "nonfinite" and counts them; its loss is over the rest. One that
+        changed no loss by a bit though it should have has status "no_effect" (a layer whose update is zero).
 
     Raises:
         ModelError, DataError, SiteError for what cannot be used; HookError when an edit does not reach the
@@ -153,6 +154,10 @@ def scaling_sweep(
         if next(model.parameters()).device.type == "cpu":
             raise HookError(message, cure="report this: an edit with both scales at 1 must change no bit")
         left_out.append(f"{message}: this device does not repeat a forward pass to the last bit")
+    idle = table[table["status"] == "no_effect"]
+    if len(idle):
+        where = ", ".join(dict.fromkeys(f"{row.site} ({row.layers})" for row in idle.itertuples()))
+        left_out.append(f"{len(idle)} conditions changed no loss by a bit, at {where}: is the update zero there?")
     for warning in left_out:
         warnings.warn(warning, stacklevel=2)
     meta = provenance(
@@ -162,7 +167,11 @@ def scaling_sweep(
         started=started,
         token_mask="next-token losses of real tokens; "
         + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
-        counts={"conditions": len(table), "nonfinite_conditions": int((table["status"] != "ok").sum())},
+        counts={
+            "conditions": len(table),
+            "nonfinite_conditions": int((table["status"] == "nonfinite").sum()),
+            "no_effect_conditions": int((table["status"] == "no_effect").sum()),
+        },
     )
     meta["warnings"] += left_out
     return Result("scaling_sweep", table, meta)
@@ -173,12 +182,14 @@ def parse_layers(text: str, n_layers: int) -> tuple[int, ...]:
 
     Raises SiteError for anything else and for layers that do not exist.
     """
+    if not isinstance(text, str):
+        raise SiteError(f"{text!r} names no layer set", cure='write it as text: "all", "4", "1-", "4-11" or "0,3,6"')
     if text.strip() == "all":
         return tuple(range(n_layers))
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        if not first.isdecimal() or (last and not last.isdecimal()):
             raise SiteError(f"{text!r} names no layers", cure='write "all", "4", "1-", "4-11" or "0,3,6"')
         end = int(last) if last else (n_layers - 1 if dash else int(first))
         chosen += range(int(first), end + 1)
@@ -207,6 +218,8 @@ def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]
 def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: ScalingSettings) -> dict[str, Any]:
     finite = (found.counts - found.nonfinite).astype(np.float64)
     all_finite = not found.nonfinite.any()
+    idle = cell.scale != 1.0 and all_finite and np.array_equal(found.sums, base.sums)
+    status = "no_effect" if idle else "ok" if all_finite else "nonfinite"
     samples = [found.sums, finite, base.sums, base.counts.astype(np.float64)]
     changes: dict[str, Callable[..., Any]] = {"loss_change": _loss_change, "perplexity_change": _perplexity_change}
     measured = {name: float(change(*samples, 0)) for name, change in changes.items()}
@@ -237,7 +250,7 @@ def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: Sca
         "n_sequences": len(found.sums),
         "n_tokens": int(found.counts.sum()),
         "n_nonfinite": int(found.nonfinite.sum()),
-        "status": "ok" if all_finite else "nonfinite",
+        "status": status,
     }
 
 

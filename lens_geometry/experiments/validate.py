@@ -16,6 +16,7 @@ from lens_geometry.anatomy import Anatomy, at_rest, attached, inspect, probe_tok
 from lens_geometry.edits import applied, observe, scale
 from lens_geometry.geometry import decompose, lengths
 from lens_geometry.results import Result, versions
+from lens_geometry.runner import bar
 from lens_geometry.sites import HOOKS, SITES, Site
 
 
@@ -60,8 +61,8 @@ def validate(model: Any, ids: Int[Tensor, "batch pos"] | None = None) -> Result:
     models.require_model(model)
     anatomy = inspect(model, fresh=True)
     ids = probe_tokens(model, 2, 16) if ids is None else ids.to(next(model.parameters()).device)
-    with at_rest(model):
-        checks = list(_checks(model, anatomy, ids))
+    with at_rest(model), bar(0, "checks", progress=True) as done:
+        checks = [check for check in _checks(model, anatomy, ids) if not done.update()]
     table = pd.DataFrame(checks)
     meta = {
         "model": models.describe(model),
@@ -190,7 +191,8 @@ def _refused(anatomy: Anatomy, site: Site, *, editing: bool = False) -> str:
 
 
 def _check(check: str, site: str, where: str, value: float, tolerance: float, note: str = "") -> Check:
-    return Check(check, site, where, value, tolerance, "pass" if value <= tolerance else "fail", note)
+    passed = value <= tolerance
+    return Check(check, site, where, value, tolerance, "pass" if passed else "fail", "" if passed else note)
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
