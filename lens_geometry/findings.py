@@ -17,6 +17,7 @@ NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
+    "shuffled_reference": "removing along an earlier token's reference",
     "gain": "removing the whole update",
 }  # at scale 0
 
@@ -81,7 +82,7 @@ def removal_sentence(table: pd.DataFrame) -> str:
 
 
 def controls_sentence(table: pd.DataFrame) -> str:
-    """Removing the parallel part against an isotropic change of the same size and against gain, per site."""
+    """Removing the parallel part against each of `CONTROLS`, per site."""
     rows, note = _main_rows(table)
     clauses = []
     for control, words in CONTROLS.items():

@@ -91,9 +91,13 @@ def _title(results: Sequence[Result]) -> str:
 def _what_was_run(results: Sequence[Result]) -> str:
     """One sentence from the first result's meta: experiments, model, text, sites, seed, versions, date."""
     meta = results[0].meta
-    model, data, versions = (_part(meta, part) for part in ("model", "data", "versions"))
+    model, versions = _part(meta, "model"), _part(meta, "versions")
     shape = [words.format(model[key]) for key, words in SHAPE.items() if model.get(key)]
-    sizes = [f"{data[key]:,} {word}" for key, word in SIZES.items() if isinstance(data.get(key), int)]
+    sizes = {heading(result).lower(): _sizes(result) for result in results if _sizes(result)}
+    if len(set(sizes.values())) > 1:
+        size = " and ".join(f"{words} ({name})" for name, words in sizes.items())
+    else:
+        size = next(iter(sizes.values()), "")
     tables = [result.table for result in results if "site" in result.table]
     sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique())
     text_name = _name(results[0], "data", "text") or "an unnamed text"
@@ -102,13 +106,19 @@ def _what_was_run(results: Sequence[Result]) -> str:
         " and ".join(dict.fromkeys(heading(result).lower() for result in results)),
         f" of {_name(results[0], 'model', 'name') or 'an unnamed model'}",
         f" ({', '.join(shape)})" if shape else "",
-        f" on {', '.join(sizes)}{' of ' if sizes else ''}{text_name}",
+        f" on {size}{' of ' if size else ''}{text_name}",
         f"; at {', '.join(sites)}" if sites else "",
         f"; seed {meta['seed']}" if "seed" in meta else "",
         f"; {', '.join(used)}" if used else "",
         f", on {str(meta['created'])[:10]}" if "created" in meta else "",
     ]
     return "".join(words) + "."
+
+
+def _sizes(result: Result) -> str:
+    """`16 sequences, 2,048 tokens`, as far as a result's meta says."""
+    data = _part(result.meta, "data")
+    return ", ".join(f"{data[key]:,} {word}" for key, word in SIZES.items() if isinstance(data.get(key), int))
 
 
 def _unbroken(sentence: str) -> str:

@@ -32,7 +32,7 @@ CONTROLS = {
     "isotropic": "a random change with, for every token, the same length as the edit's change",
     "gain": "both parts scaled alike, so the direction of the update is kept",
     "random_reference": "the edit made along a random direction instead of the reference",
-    "shuffled_reference": "the edit made along the reference of another token",
+    "shuffled_reference": "the edit made along the reference of an earlier token",
 }
 PROFILE_WORDS = (
     "Every update is split into a part along its reference and a part perpendicular to it. A point is the "

@@ -19,6 +19,8 @@ ROWS = {
     "perpendicular part removed": ("none", "perpendicular", 0.0),
     "perpendicular part halved": ("none", "perpendicular", 0.5),
     "control: isotropic change, as large as removing the parallel part": ("isotropic", "parallel", 0.0),
+    "control: as if an earlier token's reference were its own": ("shuffled_reference", "parallel", 0.0),
+    "control: isotropic change, as large as removing the perpendicular part": ("isotropic", "perpendicular", 0.0),
     "control: the whole update halved": ("gain", "parallel", 0.5),
 }
 
@@ -27,7 +29,10 @@ def main(demo: Path) -> None:
     result = Result.load(demo / "scale")
     table = result.table.set_index(["control", "component", "scale", "site"])
     sites = list(dict.fromkeys(result.table["site"]))
-    print(f"base loss {result.table['base_loss'].iloc[0]:.2f}\n")
+    first = result.table.iloc[0]
+    print(
+        f"base loss {first['base_loss']:.2f}, {first['n_sequences']} sequences, {first['n_tokens']} predicted tokens\n"
+    )
     print("| | " + " | ".join(f"`{site}`" for site in sites) + " |\n|---|" + "---|" * len(sites))
     for name, key in ROWS.items():
         print(f"| {name} | " + " | ".join(cell(table.loc[(*key, site)]) for site in sites) + " |")

@@ -21,6 +21,10 @@ def test_every_architecture_passes(name, backend):
         "layers before the edit are bit-equal",
         "cached generation equals uncached",
     } <= set(table["check"])
+    editable = set(table[table["check"] == "the no-op is bit-equal"]["site"])
+    assert len(editable) >= 5
+    for check in ("layers before the edit are bit-equal", "the edit reaches the logits"):
+        assert set(table[table["check"] == check]["site"]) == editable  # no check got lost on the way
 
 
 def test_a_post_norm_model_is_refused_at_its_branches_and_sound_elsewhere():

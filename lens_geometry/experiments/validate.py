@@ -62,7 +62,10 @@ def validate(model: Any, ids: Int[Tensor, "batch pos"] | None = None) -> Result:
     anatomy = inspect(model, fresh=True)
     ids = probe_tokens(model, 2, 16) if ids is None else ids.to(next(model.parameters()).device)
     with at_rest(model), bar(0, "checks", progress=True) as done:
-        checks = [check for check in _checks(model, anatomy, ids) if not done.update()]
+        checks = []
+        for check in _checks(model, anatomy, ids):
+            checks.append(check)
+            done.update()
     table = pd.DataFrame(checks)
     meta = {
         "model": models.describe(model),
