@@ -106,7 +106,7 @@ def _at_zero(rows: pd.DataFrame, component: str) -> Change | None:
     if chosen.empty:
         return None
     row = chosen.iloc[0]
-    change = float(row["loss_change"]) if row["status"] == "ok" else math.nan
+    change = float(row["loss_change"]) if row["status"] != "nonfinite" else math.nan
     return change, float(row["loss_change_low"]), float(row["loss_change_high"])
 
 

@@ -183,7 +183,7 @@ def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
     if rows.empty:
         return "not measured"
     row = rows.iloc[0]
-    if row["status"] != "ok":
+    if row["status"] == "nonfinite":
         return f"not finite\nfor {row['n_nonfinite']:,} tokens"
     value, low, high = (row[f"{quantity}_change{end}"] for end in ("", "_low", "_high"))
     return interval(value, low, high, signed=True).replace(" [", "\n[")
@@ -217,7 +217,7 @@ def table_warnings(result: Result) -> list[str]:
         ]
     if result.experiment != "scaling_sweep":
         return []
-    found, lost = [], table[table["status"] != "ok"]
+    found, lost = [], table[table["status"] == "nonfinite"]
     if len(lost):
         scales = lost["component"].map(lambda name: SCALES.get(name, name)) + " = " + lost["scale"].map("{:g}".format)
         named = list(dict.fromkeys(lost["site"].astype(str) + " at " + scales))

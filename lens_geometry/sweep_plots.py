@@ -16,7 +16,7 @@ CONTROLS = {  # the control in words, dash of its line, its marker beside the ed
     "isotropic": ("isotropic change of the same size", "dash", "diamond-open"),
     "gain": ("gain of the whole branch", "dot", "square-open"),
     "random_reference": ("random reference direction", "dashdot", "triangle-up-open"),
-    "shuffled_reference": ("reference shuffled over tokens", "longdash", "star-open"),
+    "shuffled_reference": ("reference of an earlier token", "longdash", "star-open"),
 }
 UNITS = {"loss": "change of loss (nats per token)", "perplexity": "change of perplexity"}
 SCALES = {"parallel": "s_par", "perpendicular": "s_perp"}
@@ -143,7 +143,7 @@ def _sweep_points(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
     names = {"scale": "x", change: "y", f"{change}_low": "low", f"{change}_high": "high"}
     hover = [_sweep_hover(row, quantity) for row in rows.to_dict("records")]
     points = rows[["site", "label", "control", "component", *names]].rename(columns=names)
-    return points.assign(lost=rows["status"] != "ok", hover=hover)
+    return points.assign(lost=rows["status"] == "nonfinite", hover=hover)
 
 
 def _sweep_hover(row: dict[str, Any], quantity: str) -> str:

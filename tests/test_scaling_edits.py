@@ -220,6 +220,13 @@ def test_a_pattern_that_is_shown_too_late_is_made_from_q_and_k():
     assert not torch.allclose(found, logits(bridge, ids), atol=1e-2)
 
 
+def test_a_pattern_made_from_q_and_k_serves_in_float64_too():
+    model, ids = zoo.build("opt", dtype=torch.float64), zoo.tokens()
+    narrow = logits(zoo.build("opt"), ids, scale(zoo.build("opt"), "value_excl_self", parallel=0.0))
+    wide = logits(model, ids, scale(model, "value_excl_self", parallel=0.0))
+    assert torch.allclose(wide, narrow.double(), atol=1e-4)
+
+
 def test_a_pattern_made_from_q_and_k_is_refused_where_it_is_not_the_models():
     model, ids = zoo.build("opt"), zoo.tokens()
     mask = torch.ones_like(ids)

@@ -69,6 +69,7 @@ def scale(
             f"site {site!r} has no heads to select or group",
             cure="use 'value' or 'value_excl_self', or leave heads and grouping out",
         )
+    parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
     if control == "gain" and not (_is_one(parallel) or _is_one(perpendicular)):
@@ -82,7 +83,6 @@ def scale(
             where="site resid",
             cure="scale `parallel` (a plain gain), or choose another site",
         )
-    parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if heads is not None and not isinstance(heads, slice):
         heads = indices(heads, "head", "give a slice or whole numbers")
     mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
