@@ -147,7 +147,7 @@ def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
         if HOOKS[name].format(layer) in points
     ]
     device = next(model.parameters()).device.type
-    with at_rest(model), _alone(points), attached(model, wanted), torch.autocast(device, enabled=False):
+    with at_rest(model), alone(points), attached(model, wanted), torch.autocast(device, enabled=False):
         model(probe_tokens(model), return_type="logits")
     if not seen or "resid_pre" not in seen[0]:
         raise ModelError(
@@ -247,7 +247,7 @@ def attached(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> Ite
 
 
 @contextmanager
-def _alone(points: Mapping[str, Any]) -> Iterator[None]:
+def alone(points: Mapping[str, Any]) -> Iterator[None]:
     """Without anybody else's hooks: they would be measured as the model, and see a pass that is not theirs."""
     others = {id(point): (point, point._forward_hooks) for point in points.values() if point._forward_hooks}
     try:

@@ -25,7 +25,9 @@ from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits import Batch, Hooks, applied
 from lens_geometry.errors import DataError, HookError, ModelError, ResultError
 from lens_geometry.metrics import SequenceLosses, sequence_losses
+from lens_geometry.prefix import can_start_inside, starting_at
 from lens_geometry.results import jsonable, versions
+from lens_geometry.sites import HOOKS
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,20 @@ def at_least(settings: Any, **least: int) -> None:
 
 @dataclass(frozen=True)
 class Condition:
-    """One edit to be run over the text: a stable key, and its hooks made for the batches to come."""
+    """One edit to be run over the text: a stable key, and its hooks made for the batches to come.
 
-    key: str
+    `first_layer` is the first layer that the edit touches or reads: what comes before is not computed again.
+    With several keys, as many edits are run side by side: each batch holds every sequence once for each of them, first
+    all sequences for the first key, and the hooks tell the rows apart.
+    """
+
+    key: str | tuple[str, ...]
     hooks: Callable[[Batch], Hooks]
+    first_layer: int = 0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,) if isinstance(self.key, str) else self.key
 
 
 def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
@@ -141,26 +153,78 @@ def run_conditions(
     done = Journal(journal, about or {}) if journal else Journal(None, {})
     todo = [Condition("base", lambda _: []), *conditions]
     before = done.losses.pop("base", None)  # run again: what changed since, in the model or around it, shows here
-    todo = [condition for condition in todo if condition.key not in done.losses]
-    steps = -(-len(tokens.ids) // settings.batch_size)
-    with at_rest(model), bar(len(todo) * steps, "conditions", settings.progress) as progress:
-        for condition in todo:
-            progress.set_postfix_str(condition.key, refresh=False)
-            batch, found = Batch(), []
-            with applied(model, condition.hooks(batch), require_change=False):  # no effect is a finding of the table
-                for rows, ids, mask in batches(model, tokens, settings.batch_size):
-                    batch.ids = rows
-                    found.append(sequence_losses(model, ids, mask))
+    todo = [condition for condition in todo if not {*condition.keys} <= done.losses.keys()]
+    sizes = [max(1, settings.batch_size // len(condition.keys)) for condition in todo]
+    steps = sum(-(-len(tokens.ids) // size) for size in sizes)
+    streams = Streams(model, tokens, [condition.first_layer for condition in todo])
+    with at_rest(model), bar(steps, "conditions", settings.progress) as progress:
+        for condition, size in zip(todo, sizes, strict=True):
+            progress.set_postfix_str(condition.keys[0], refresh=False)
+            batch, copies, found = Batch(), len(condition.keys), []
+            base = condition.key == "base"
+            start = streams.nearest(condition.first_layer)
+            hooks = streams.keepers() if base else condition.hooks(batch)
+            with (
+                starting_at(model, start) as shortcut,
+                applied(model, hooks, require_change=False),  # no effect is a finding of the table
+            ):
+                for rows, ids, mask in batches(model, tokens, size):
+                    streams.rows, batch.ids = rows, [*rows] * copies
+                    shortcut.stream = streams.of(start, rows, copies)
+                    found.append(sequence_losses(model, ids.repeat(copies, 1), mask.repeat(copies, 1)))
                     progress.update()
-            losses = SequenceLosses(*map(np.concatenate, zip(*found, strict=True)))
-            if condition.key == "base" and losses.nonfinite.any():
-                raise _nonfinite_base(model, tokens, losses)
-            if condition.key == "base" and before is not None:
-                done.check_same(before, losses)
-                done.losses["base"] = before
-            else:
-                done.add(condition.key, losses)
+            for number, key in enumerate(condition.keys):
+                losses = SequenceLosses(*map(np.concatenate, zip(*_copies(found, copies, number), strict=True)))
+                if base and losses.nonfinite.any():
+                    raise _nonfinite_base(model, tokens, losses)
+                if base and before is not None:
+                    done.check_same(before, losses)
+                    done.losses["base"] = before
+                elif key not in done.losses:
+                    done.add(key, losses)
     return done.losses
+
+
+def _copies(found: list[SequenceLosses], copies: int, number: int) -> list[SequenceLosses]:
+    """The rows of one of several edits that were run side by side."""
+    return [SequenceLosses(*(np.split(array, copies)[number] for array in losses)) for losses in found]
+
+
+class Streams:
+    """The unedited model's stream before some layers, kept on the CPU while conditions are run.
+
+    Every layer that a condition starts at is kept, or as many of them, evenly spread, as `most_bytes` hold; none
+    where the model does not repeat a pass from a stored stream to the last bit.
+    """
+
+    def __init__(self, model: Any, tokens: Tokens, layers: Sequence[int], *, most_bytes: float = 2e9) -> None:
+        wanted = sorted({*layers} - {0})
+        self.rows, self.kept = range(0), dict[int, Tensor]()
+        anatomy = inspect(model)
+        shape = (*tokens.ids.shape, anatomy.d_model)
+        room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
+        if wanted and room and can_start_inside(model):
+            step = -(-len(wanted) // room)
+            self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
+
+    def keepers(self) -> Hooks:
+        """Hooks that store the streams of the batch of `rows`."""
+
+        def keeper(layer: int) -> Callable[..., None]:
+            def keep(tensor: Tensor, hook: Any) -> None:
+                self.kept[layer][self.rows.start : self.rows.stop] = tensor.detach().cpu()
+
+            return keep
+
+        return [(HOOKS["resid_pre"].format(layer), keeper(layer)) for layer in self.kept]
+
+    def nearest(self, layer: int) -> int:
+        """The last layer, at or before this one, that a pass can begin at."""
+        return max((kept for kept in self.kept if kept <= layer), default=0)
+
+    def of(self, layer: int, rows: range, copies: int = 1) -> Tensor | None:
+        """The stream of some sequences, `copies` times over; None for layer 0."""
+        return self.kept[layer][rows.start : rows.stop].repeat(copies, 1, 1) if layer else None
 
 
 class Journal:

@@ -135,7 +135,7 @@ def scaling_sweep(
             control=cell.control,
             seed=settings.seed,
         )
-        return Condition(cell.key, lambda batch: make(batch=batch))
+        return Condition(cell.key, lambda batch: make(batch=batch), first_layer=layer_sets[cell.layers][0])
 
     journal = None if out is None else Path(out) / "journal.jsonl"
     losses = run_conditions(
