@@ -187,7 +187,8 @@ def run_conditions(
 
 def _copies(found: list[SequenceLosses], copies: int, number: int) -> list[SequenceLosses]:
     """The rows of one of several edits that were run side by side."""
-    return [SequenceLosses(*(np.split(array, copies)[number] for array in losses)) for losses in found]
+    arrays: Iterator[list[Any]] = ([np.split(array, copies)[number] for array in losses] for losses in found)
+    return [SequenceLosses(*parts) for parts in arrays]
 
 
 class Streams:

@@ -5,6 +5,7 @@ Sequences, not tokens, are what is resampled: the tokens of one text depend on e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,12 +30,30 @@ def bootstrap_interval(
     """
     if len(samples[0]) < 2:
         return float("nan"), float("nan")
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # all resamples alike: the interval is a point
         found = stats.bootstrap(
             samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=CONFIDENCE,
             method="percentile", rng=np.random.default_rng(seed),
         )  # fmt: skip
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def resampled_interval(
+    items: int, statistic: Callable[[NDArray[np.intp]], float], *, seed: int = 0, resamples: int = 400
+) -> tuple[float, float]:
+    """Percentile interval (95 %) of a statistic of item numbers, drawn with replacement.
+
+    With fewer than two items there is no interval: (nan, nan).
+    """
+    if items < 2:
+        return float("nan"), float("nan")
+    drawn = np.random.default_rng(seed).integers(0, items, (resamples, items))
+    with np.errstate(all="ignore"):
+        found = np.array([statistic(row) for row in drawn])
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.nanpercentile(found, (tail, 100 - tail))
+    return float(low), float(high)
 
 
 class TokenSample:

@@ -21,7 +21,7 @@ def test_every_layer_can_be_started_at_on_every_class(name, backend):
         base = model(ids, return_type="logits")
     for layer in range(4):
         fired = []
-        seen = [(HOOKS["resid_pre"].format(i), lambda x, hook, i=i: fired.append(i)) for i in range(4)]
+        seen = [(HOOKS["resid_pre"].format(i), lambda x, hook, i=i, fired=fired: fired.append(i)) for i in range(4)]
         with torch.no_grad(), attached(model, seen), starting_at(model, layer) as shortcut:
             shortcut.stream = streams[layer]
             assert torch.equal(model(ids, return_type="logits"), base)

@@ -127,8 +127,8 @@ class _LayerEdit:
 
     def hooks(self, reads: tuple[str, ...]) -> Hooks:
         no_op = _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
-        gated = callable(self.parallel) or callable(self.perpendicular)
-        reads = (*reads, "resid_pre") if gated else reads
+        gated = any(callable(s) or _has_gradient(s) for s in (self.parallel, self.perpendicular))
+        reads = (*reads, "resid_pre") if callable(self.parallel) or callable(self.perpendicular) else reads
         collector = Collector(self.layer, () if no_op else reads, self.facts)
 
         def edit(tensor: Tensor, hook: Any) -> Tensor | None:
@@ -223,10 +223,16 @@ SCALE_SHAPES = "give [layer], [layer, head], [layer, batch, pos] or [layer, batc
 
 
 def _is_one(scale: Scale, layer: int = 0) -> bool:
-    """Whether a checked scale changes nothing in a layer."""
+    """Whether a checked scale changes nothing in a layer, and is not there for its gradient."""
     if isinstance(scale, Tensor):
-        return scale.ndim > 0 and bool((scale[layer if scale.shape[0] > 1 else 0] == 1).all())
+        return (
+            not _has_gradient(scale) and scale.ndim > 0 and bool((scale[layer if scale.shape[0] > 1 else 0] == 1).all())
+        )
     return not callable(scale) and scale == 1
+
+
+def _has_gradient(scale: Scale) -> bool:
+    return isinstance(scale, Tensor) and scale.requires_grad
 
 
 def _checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from lens_geometry.anatomy import inspect
 from lens_geometry.edits import CONTROLS, Control, scale
 from lens_geometry.errors import DataError, HookError, SiteError
+from lens_geometry.experiments.columns import loss_columns, status_counts
 from lens_geometry.experiments.profile import available_sites
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.results import Result
@@ -33,7 +33,6 @@ from lens_geometry.runner import (
     run_conditions,
 )
 from lens_geometry.sites import HOOKS, SITES, Grouping, choose_layers
-from lens_geometry.stats import bootstrap_interval
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,7 @@ def scaling_sweep(
         started=started,
         token_mask="next-token losses of real tokens; "
         + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
-        counts={
-            "conditions": len(table),
-            "nonfinite_conditions": int((table["status"] == "nonfinite").sum()),
-            "no_effect_conditions": int((table["status"] == "no_effect").sum()),
-        },
+        counts=status_counts(table),
     )
     meta["warnings"] += left_out
     return Result("scaling_sweep", table, meta)
@@ -216,19 +211,6 @@ def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]
 
 
 def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: ScalingSettings) -> dict[str, Any]:
-    finite = (found.counts - found.nonfinite).astype(np.float64)
-    all_finite = not found.nonfinite.any()
-    idle = cell.scale != 1.0 and all_finite and np.array_equal(found.sums, base.sums)
-    status = "no_effect" if idle else "ok" if all_finite else "nonfinite"
-    samples = [found.sums, finite, base.sums, base.counts.astype(np.float64)]
-    changes: dict[str, Callable[..., Any]] = {"loss_change": _loss_change, "perplexity_change": _perplexity_change}
-    measured = {name: float(change(*samples, 0)) for name, change in changes.items()}
-    intervals = {
-        name: bootstrap_interval(samples, change, seed=settings.seed) if all_finite else (np.nan, np.nan)
-        for name, change in changes.items()
-    }
-    base_loss = float(base.sums.sum() / base.counts.sum())
-    loss = float(found.sums.sum() / finite.sum()) if finite.any() else float("nan")
     return {
         "site": cell.site,
         "layers": cell.layers,
@@ -238,27 +220,5 @@ def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: Sca
         "scale": cell.scale,
         "parallel": cell.scale if cell.control == "gain" else cell.parallel,
         "perpendicular": cell.scale if cell.control == "gain" else cell.perpendicular,
-        "loss": loss,
-        "base_loss": base_loss,
-        "loss_change": measured["loss_change"],
-        "loss_change_low": intervals["loss_change"][0],
-        "loss_change_high": intervals["loss_change"][1],
-        "perplexity": float(np.exp(loss)),
-        "perplexity_change": measured["perplexity_change"],
-        "perplexity_change_low": intervals["perplexity_change"][0],
-        "perplexity_change_high": intervals["perplexity_change"][1],
-        "n_sequences": len(found.sums),
-        "n_tokens": int(found.counts.sum()),
-        "n_nonfinite": int(found.nonfinite.sum()),
-        "status": status,
+        **loss_columns(found, base, seed=settings.seed, edited=cell.scale != 1.0),
     }
-
-
-def _loss_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return sums.sum(axis) / counts.sum(axis) - base_sums.sum(axis) / base_counts.sum(axis)
-
-
-def _perplexity_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        return np.exp(sums.sum(axis) / counts.sum(axis)) - np.exp(base_sums.sum(axis) / base_counts.sum(axis))
