@@ -12,8 +12,12 @@ from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    HeadSettings,
     ProfileSettings,
     ScalingSettings,
+    StrengthSettings,
+    applied_strength,
+    head_sweep,
     profile,
     scaling_sweep,
     site_table,
@@ -26,15 +30,19 @@ from lens_geometry.results import Result
 
 __all__ = [
     "Batch",
+    "HeadSettings",
     "LensGeometryError",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
+    "StrengthSettings",
     "Text",
     "Tokens",
     "applied",
+    "applied_strength",
     "decompose",
     "describe",
+    "head_sweep",
     "known_models",
     "load_model",
     "load_text",

@@ -17,6 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
+from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
@@ -37,6 +38,10 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = profile_figure(table)
     elif experiment == "scaling_sweep":
         drawn = sweep_figure(table, quantities=tuple(UNITS))
+    elif experiment == "head_sweep":
+        drawn = heads_figure(table)
+    elif experiment == "applied_strength":
+        drawn = strength_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:
