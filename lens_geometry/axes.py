@@ -164,6 +164,13 @@ def panels(titles: Sequence[str], columns: int, *, height: int = 330) -> go.Figu
     return drawn.update_xaxes(**axis, zeroline=False).update_yaxes(**axis, zerolinewidth=1.5)
 
 
+def layer_axis(drawn: go.Figure, layers: pd.Series, place: dict[str, int], **more: Any) -> None:
+    """An x axis whose ticks are whole layers, about ten of them."""
+    found = sorted({int(layer) for layer in layers})
+    step = max(1, math.ceil(len(found) / 10))
+    drawn.update_xaxes(title_text="layer", tickvals=found[::step], tickangle=0, **more, **place)
+
+
 def add_line(
     drawn: go.Figure,
     points: pd.DataFrame,

@@ -219,6 +219,7 @@ def report_command(
     sweep_sequences: int = 6,
     sequence_length: int = 128,
     seed: int = 0,
+    include: tuple[Path, ...] = (),
 ) -> int:
     """Profile and scaling sweep of one model on one text, in one self-contained report.html.
 
@@ -232,7 +233,9 @@ def report_command(
         sweep_sequences: sequences in the sweep, which runs about a hundred conditions over them.
         sequence_length: tokens per sequence.
         seed: of noise and bootstrap.
+        include: directories that other commands wrote (heads, strength, ...): their results join the report.
     """
+    others = [Result.load(directory) for directory in include]
     model, data = loading.load(), load_text(text)
     shared: dict[str, Any] = {"sequence_length": sequence_length, "seed": seed}
     results = [
@@ -241,6 +244,7 @@ def report_command(
     ]
     for result, name in zip(results, ("profile", "scale"), strict=True):
         _saved(result, out / name)
+    results += others
     path = write_report(results, out / "report.html")
     print("\n".join(findings(results)))
     print(f"report: {path}")

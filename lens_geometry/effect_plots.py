@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lens_geometry.axes import INK, SymlogAxis, add_line, interval, number, panels, require, style
+from lens_geometry.axes import INK, SymlogAxis, add_line, interval, layer_axis, number, panels, require, style
 
 HEADS = "site grouping layer head kind method loss_change loss_change_low loss_change_high status"
 STRENGTH = (
     "site grouping component scale layer change_over_branch change_energy norm_ratio "
     "loss_change loss_change_low loss_change_high status"
 )
+STRENGTHS = ("change_over_branch", "change_energy", "norm_ratio")
 METHODS = {"exact": "exactly", "first_order": "to first order"}
 KINDS = {  # of a layer's lines: in words, dash, width
     "all": ("all heads at once", "solid", 2.4),
@@ -74,7 +75,7 @@ def add_head_map(drawn: go.Figure, table: pd.DataFrame, rows: pd.DataFrame, plac
     cells.update(hovertemplate="%{hovertext}<extra></extra>", meta={"site": rows["site"].iloc[0], "role": "heads"})
     drawn.add_trace(cells, **place)
     drawn.update_yaxes(title_text="head", dtick=max(1, len(grid["mark"]) // 8), showgrid=False, **place)
-    drawn.update_xaxes(title_text="layer", showgrid=False, **place)
+    layer_axis(drawn, rows["layer"], place, showgrid=False)
     end = max(abs(position) for position in axis.range)
     bar = {"thickness": 12, "outlinewidth": 0, "tickvals": axis.ticks, "ticktext": axis.labels, "len": 0.6}
     bar |= {"title": {"text": "nats per token", "side": "right"}}
@@ -105,7 +106,7 @@ def add_layers(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int], *, l
             site = line["site"].iloc[0]
             add_line(drawn, line, site=site, role="edit", name=words, top=axis.top, place=place, look=look)
     drawn.update_yaxes(tickvals=axis.ticks, ticktext=axis.labels, range=axis.range, **place)
-    drawn.update_xaxes(title_text="layer", **place)
+    layer_axis(drawn, rows["layer"], place)
 
 
 def add_agreement(drawn: go.Figure, table: pd.DataFrame, place: dict[str, int]) -> None:
@@ -135,7 +136,7 @@ def add_agreement(drawn: go.Figure, table: pd.DataFrame, place: dict[str, int]) 
 
 def _diagonal(axis: SymlogAxis) -> go.Scatter:
     line = go.Scatter(x=axis.range, y=axis.range, mode="lines", line={"color": INK, "width": 1, "dash": "dot"})
-    return line.update(hoverinfo="skip", showlegend=False, meta={"site": "", "role": "key"})
+    return line.update(hoverinfo="skip", showlegend=False, meta={"site": "", "role": "diagonal"})
 
 
 def _head_hover(rows: pd.DataFrame) -> list[str]:
@@ -157,7 +158,7 @@ def strength_figure(table: pd.DataFrame) -> go.Figure:
     """
     require(table, STRENGTH, "applied_strength")
     components = list(table["component"].unique())
-    titles = [title for part in components for title in (f"without the {part} part: cost against strength", "by layer")]
+    titles = [title for part in components for title in (f"{part} part: cost against strength", "by layer")]
     drawn = panels([html.escape(title) for title in titles], 2, height=360)
     for row, part in enumerate(components, 1):
         add_strength(drawn, table, part, {"row": row, "col": 1}, legend=row == 1)
@@ -202,7 +203,7 @@ def add_strength_by_layer(drawn: go.Figure, rows: pd.DataFrame, place: dict[str,
         look = {"dash": "solid", "width": 1.8, "size": 5, "showlegend": False}
         top = float(points["y"].max())
         add_line(drawn, line, site=str(site), role="edit", name=str(site), top=top, place=place, look=look)
-    drawn.update_xaxes(title_text="layer", **place)
+    layer_axis(drawn, alone["layer"], place)
     drawn.update_yaxes(title_text="|y′ − y| / |y|", rangemode="tozero", **place)
 
 

@@ -1,4 +1,4 @@
-"""What was found, in three sentences computed from the tables. Nothing here knows how a result should be."""
+"""What was found, in sentences computed from the tables. Nothing here knows how a result should be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one 
 NO_PROFILE = "How parallel the updates are to their references was not measured."
 NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
+NO_HEADS = "What single heads cost was not measured."
+NO_STRENGTH = "How much of its branch an edit changes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
     "shuffled_reference": "removing along an earlier token's reference",
@@ -23,20 +25,22 @@ CONTROLS = {
 
 
 def findings(results: Sequence[Result]) -> list[str]:
-    """Exactly three sentences: which update is most parallel, what removal costs, how the controls compare.
+    """A sentence or two for each kind of result that is here, in a fixed order.
 
-    Taken from the first profile and the first scaling sweep among `results`; what is not there is said not
-    to be measured. To cost more is to have the higher change of loss. Two changes are called different only
-    where their 95 % intervals are apart, or where one of them has no interval, which is then said.
+    Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
+    single heads cost (head sweep); how much of its branch an edit changes (applied strength). Taken from the first
+    result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
+    higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
+    them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
     tables = {result.experiment: result.table for result in reversed(results)}
-    profile, sweep = tables.get("profile"), tables.get("scaling_sweep")
     return [
-        NO_PROFILE if profile is None else profile_sentence(profile),
-        NO_REMOVAL if sweep is None else removal_sentence(sweep),
-        NO_CONTROLS if sweep is None else controls_sentence(sweep),
+        sentence(tables[experiment])
+        for experiment, sentences in SENTENCES.items()
+        if experiment in tables
+        for sentence in sentences
     ]
 
 
@@ -97,6 +101,56 @@ def controls_sentence(table: pd.DataFrame) -> str:
     return f"Removing the parallel part (s_par = 0) {'; it '.join(clauses)}{note}."
 
 
+def heads_sentence(table: pd.DataFrame) -> str:
+    """The single head that costs most, all heads of a layer at once and their sum, at the first site swept."""
+    require(table, "site grouping layer head kind method parallel perpendicular loss_change", "head_sweep")
+    first = table[(table["site"] == table["site"].iloc[0]) & (table["method"] == table["method"].iloc[0])]
+    singles = first[(first["kind"] == "single") & np.isfinite(first["loss_change"].astype(float))]
+    if singles.empty:
+        return NO_HEADS
+    singles = singles[singles["grouping"] == singles["grouping"].iloc[0]]
+    first = first[first["grouping"] == singles["grouping"].iloc[0]]
+    dearest = singles.loc[singles["loss_change"].idxmax()]
+    whole = [_mean_by_layer(first[first["kind"] == kind]) for kind in ("all", "sum_of_singles")]
+    unit = "KV head" if dearest["grouping"] == "kv_group" else "head"
+    method = "" if dearest["method"] == "exact" else " to first order"
+    scales = f"s_par = {dearest['parallel']:g}, s_perp = {dearest['perpendicular']:g}"
+    most, mean = (number(x, signed=True) for x in (dearest["loss_change"], singles["loss_change"].mean()))
+    return (
+        f"Of {len(singles):,} single {unit}s edited at {dearest['site']} ({scales}), the one that costs most{method} is "
+        f"{unit} {dearest['head']} of layer {dearest['layer']} ({most} nats per token), against {mean} for one on "
+        f"average; all {unit}s of a layer at once cost {whole[0]} on average over layers, the sum of single ones "
+        f"{whole[1]}."
+    )
+
+
+def _mean_by_layer(rows: pd.DataFrame) -> str:
+    return number(rows["loss_change"].mean(), signed=True) if len(rows) else "not measured"
+
+
+def strength_sentence(table: pd.DataFrame) -> str:
+    """How much of its branch the removal of the parallel part changes, per site, and what that costs."""
+    require(table, "site component scale layer change_over_branch loss_change status", "applied_strength")
+    removed = (table["component"] == "parallel") & (table["scale"].astype(float).abs() < 1e-9)
+    rows = table[removed & table["layer"].isna()]
+    if rows.empty:
+        return NO_STRENGTH
+    told = [
+        f"{row.site} {number(100 * row.change_over_branch)} % for {number(row.loss_change, signed=True)}"
+        for row in rows.itertuples()
+    ]
+    return (
+        "Removing the parallel part (s_par = 0) changes this much of the branch (mean over layers and tokens) for this "
+        f"change of loss, in nats per token: {_join(told, '; ')}."
+    )
+
+
+SENTENCES = {
+    "profile": (profile_sentence,),
+    "scaling_sweep": (removal_sentence, controls_sentence),
+    "head_sweep": (heads_sentence,),
+    "applied_strength": (strength_sentence,),
+}
 Change = tuple[float, float, float]
 
 

@@ -128,6 +128,8 @@ def _unbroken(sentence: str) -> str:
 
 def _found(results: Sequence[Result]) -> str:
     items = "".join(f"<li>{_unbroken(sentence)}</li>" for sentence in findings(results))
+    if not items:
+        return ""
     sources = {(_name(result, "model", "name"), _name(result, "data", "text")) for result in results}
     remarks = ["The results are of different models or texts: see each part."] if len(sources) > 1 else []
     if len({result.experiment for result in results}) < len(results):

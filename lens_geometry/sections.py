@@ -10,11 +10,17 @@ import pandas as pd
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
 from lens_geometry.axes import interval, number
+from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
 SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
-TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+TITLES = {
+    "profile": "Directional profile",
+    "scaling_sweep": "Component scaling",
+    "head_sweep": "Single heads",
+    "applied_strength": "Applied strength",
+}
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
     "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
@@ -56,7 +62,7 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    inside = SECTIONS.get(result.experiment, plain_section)
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
@@ -196,6 +202,14 @@ def plain_section(table: pd.DataFrame, key: str) -> list[str]:
         for row in table.head(20).itertuples(index=False)
     ]
     return [pieces.grid(f"The first {len(rows)} of {len(table):,} rows.", list(map(str, table.columns)), rows)]
+
+
+SECTIONS = {
+    "profile": profile_section,
+    "scaling_sweep": sweep_section,
+    "head_sweep": heads_section,
+    "applied_strength": strength_section,
+}
 
 
 def _reading(words: str, meanings: dict[str, str]) -> list[str]:

@@ -136,3 +136,44 @@ def without_interval(table: pd.DataFrame) -> pd.DataFrame:
     """The same sweep as one sequence gives it."""
     ends = [name for name in table.columns if name.endswith(("_low", "_high"))]
     return table.assign(**dict.fromkeys(ends, math.nan), n_sequences=1)
+
+
+def heads() -> Result:
+    """A head sweep of 3 layers by 4 heads at one site: head 2 of layer 1 costs most, head 0 of layer 2 gains."""
+    rows: list[dict[str, Any]] = []
+    for method, gain in (("exact", 1.0), ("first_order", 0.8)):
+        for layer in range(3):
+            singles = [0.01 * (head + 1) * (layer + 1) for head in range(4)]
+            singles[2] += 0.5 * (layer == 1)
+            singles[0] -= 0.1 * (layer == 2)
+            changes = [("single", head, gain * change) for head, change in enumerate(singles)]
+            changes += [("sum_of_singles", pd.NA, gain * sum(singles))]
+            changes += [("all", pd.NA, 1.5 * sum(singles))] if method == "exact" else []
+            rows += [
+                {"site": "value", "grouping": "each", "layer": layer, "head": head, "kind": kind, "method": method,
+                 "parallel": 0.0, "perpendicular": 1.0, "loss": BASE + change, "base_loss": BASE, "loss_change": change,
+                 "loss_change_low": change - 0.01, "loss_change_high": change + 0.01, "n_sequences": 8,
+                 "n_tokens": 1016, "n_nonfinite": 0, "status": "ok"}
+                for kind, head, change in changes
+            ]  # fmt: skip
+    table = pd.DataFrame(rows).astype({"head": "Int64"})
+    return Result("head_sweep", table, {**META, "agreement": []})
+
+
+def strengths() -> Result:
+    """Applied strength at two sites of 3 layers: attn is weak and costs little, value strong and costs more."""
+    rows: list[dict[str, Any]] = []
+    for site, strength, cost in (("attn", 0.25, 0.3), ("value", 0.5, 0.9)):
+        for component, s, c in (("parallel", strength, cost), ("perpendicular", 0.9, 5 * cost)):
+            for layer in (pd.NA, 0, 1, 2):
+                change = c if layer is pd.NA else c / 4
+                rows.append(
+                    {"site": site, "grouping": "each", "component": component, "scale": 0.0, "layer": layer,
+                     "change_over_branch": s, "change_over_branch_low": s - 0.02, "change_over_branch_high": s + 0.02,
+                     "change_energy": s * s, "change_energy_low": s * s - 0.01, "change_energy_high": s * s + 0.01,
+                     "norm_ratio": 0.9, "norm_ratio_low": 0.85, "norm_ratio_high": 0.95, "n_undefined": 0,
+                     "loss": BASE + change, "base_loss": BASE, "loss_change": change, "loss_change_low": change - 0.05,
+                     "loss_change_high": change + 0.05, "n_sequences": 8, "n_tokens": 1016, "n_nonfinite": 0,
+                     "status": "ok", "loss_per_strength": change / s}
+                )  # fmt: skip
+    return Result("applied_strength", pd.DataFrame(rows).astype({"layer": "Int64"}), dict(META))

@@ -1,4 +1,4 @@
-"""The three sentences follow the tables: they change when the numbers do, and claim nothing unmeasured."""
+"""The sentences follow the tables: they change when the numbers do, and claim nothing unmeasured."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from lens_geometry.results import Result
         [Result("wizardry", pd.DataFrame({"a": [1]}), {})],
     ],
 )
-def test_findings_are_always_exactly_three_sentences(results: list[Result]) -> None:
+def test_findings_are_whole_sentences_one_for_a_profile_and_two_for_a_sweep(results: list[Result]) -> None:
     found = findings(results)
-    assert len(found) == 3
+    kinds = {result.experiment for result in results}
+    assert len(found) == ("profile" in kinds) + 2 * ("scaling_sweep" in kinds)
     for sentence in found:
         assert sentence[0].isupper()
         assert sentence.endswith(".")
@@ -41,11 +42,10 @@ def test_findings_are_always_exactly_three_sentences(results: list[Result]) -> N
 
 
 def test_nothing_is_claimed_of_what_was_not_measured() -> None:
-    assert all(sentence.endswith("was not measured.") for sentence in findings([]))
-    first, second, third = findings([sweep(controls=())])
-    assert "not measured" in first
-    assert "+1.31" in second
-    assert "not measured" in third
+    assert findings([]) == []
+    removal, controls = findings([sweep(controls=())])
+    assert "+1.31" in removal
+    assert "not measured" in controls
 
 
 def test_the_most_parallel_site_its_number_and_its_layers_come_from_the_table() -> None:
@@ -75,11 +75,11 @@ def test_one_site_ties_and_infinite_layers_are_put_into_right_words() -> None:
 
 def test_swapping_the_components_turns_the_second_sentence_round() -> None:
     table = tables.sweep_table()
-    _, before, _ = findings([sweep(table)])
+    before, _ = findings([sweep(table)])
     assert "(s_perp = 0) costs more than removing the parallel part (s_par = 0) at every one of the 4 sites" in before
     assert "attn +8.00 against +1.31 (6.1 times)" in before
     swapped = table.replace({"component": {"parallel": "perpendicular", "perpendicular": "parallel"}})
-    _, after, _ = findings([sweep(swapped)])
+    after, _ = findings([sweep(swapped)])
     assert "(s_perp = 0) costs less than removing the parallel part (s_par = 0) at every one of the 4 sites" in after
     assert "attn +1.31 against +8.00 (0.16 times)" in after
 
@@ -94,7 +94,7 @@ def test_removal_is_described_site_by_site_where_sites_differ() -> None:
         tables.sweep_row("value", "perpendicular", 0.0, 0.05, half=0.2),
         tables.sweep_row("block", "parallel", 0.0, 0.5),
     ]
-    _, sentence, _ = findings([sweep(pd.DataFrame(rows))])
+    sentence, _ = findings([sweep(pd.DataFrame(rows))])
     assert "costs more than removing the parallel part (s_par = 0) at attn, less at mlp, " in sentence
     assert "cannot be told apart from it at value (intervals overlap)" in sentence
     assert "was not compared at block (not measured)" in sentence
@@ -104,29 +104,29 @@ def test_removal_is_described_site_by_site_where_sites_differ() -> None:
 
 def test_the_third_sentence_compares_with_isotropic_and_gain_by_their_intervals() -> None:
     table = tables.sweep_table()
-    _, _, before = findings([sweep(table)])
+    _, before = findings([sweep(table)])
     assert "costs less than an isotropic change of the same size at every one of the 4 sites" in before
     assert "it costs less than removing the whole update at every one of the 4 sites" in before
     isotropic = (table.control == "isotropic") & (table.site == "attn")
     table.loc[isotropic, ["loss_change", "loss_change_low", "loss_change_high"]] = [0.1, 0.05, 0.15]
     isotropic = (table.control == "isotropic") & (table.site == "mlp")
     table.loc[isotropic, ["loss_change", "loss_change_low", "loss_change_high"]] = [3.3, 2.5, 4.0]
-    _, _, after = findings([sweep(table)])
+    _, after = findings([sweep(table)])
     assert "costs more than an isotropic change of the same size at attn, less at value and value_excl_self" in after
     assert "cannot be told apart from it at mlp (intervals overlap)" in after
 
 
 def test_a_single_control_and_missing_intervals_are_said() -> None:
-    _, _, sentence = findings([sweep(controls=["gain"])])
+    _, sentence = findings([sweep(controls=["gain"])])
     assert "was not measured beside an isotropic change of the same size; it was not measured beside" in sentence
     assert "it costs less than removing the whole update" in sentence
-    assert "(no interval)" in findings([sweep(without_interval(tables.sweep_table()))])[2]
+    assert "(no interval)" in findings([sweep(without_interval(tables.sweep_table()))])[1]
 
 
 def test_conditions_that_are_not_finite_are_not_compared() -> None:
     table = tables.sweep_table()
     lost = tables.lose(table, (table.site == "mlp") & (table.scale == 0) & (table.component == "perpendicular"))
-    _, sentence, _ = findings([sweep(lost)])
+    sentence, _ = findings([sweep(lost)])
     assert "cannot be compared at mlp (not finite)" in sentence
     assert "mlp not finite against +3.05" in sentence
 
@@ -134,7 +134,7 @@ def test_conditions_that_are_not_finite_are_not_compared() -> None:
 def test_other_layer_sets_are_neither_mixed_in_nor_hidden() -> None:
     table = tables.sweep_table()
     some = tables.sweep_table(losses={"attn": (90.0, 1.0)}, controls=()).assign(layers="4")
-    _, sentence, _ = findings([sweep(pd.concat([some, table], ignore_index=True))])
+    sentence, _ = findings([sweep(pd.concat([some, table], ignore_index=True))])
     assert "attn +8.00 against +1.31" in sentence
     assert sentence.endswith("; other layer sets or groupings are in the table.")
-    assert findings([sweep(table.assign(layers="1-"))])[1].endswith("; layers 1- were edited.")
+    assert findings([sweep(table.assign(layers="1-"))])[0].endswith("; layers 1- were edited.")

@@ -79,11 +79,11 @@ def test_the_page_loads_nothing(standard: Page) -> None:
 
 
 def test_plotly_is_inside_once(tmp_path: Path) -> None:
-    page = write_report([Result("head_sweep", pd.DataFrame({"layer": [0]}), {})], tmp_path / "report.html")
+    page = write_report([Result("wizardry", pd.DataFrame({"layer": [0]}), {})], tmp_path / "report.html")
     assert page.read_text(encoding="utf-8").count(get_plotlyjs()) == 1
 
 
-def test_the_page_opens_with_what_was_run_and_the_three_findings(standard: Page) -> None:
+def test_the_page_opens_with_what_was_run_and_the_findings(standard: Page) -> None:
     words = standard.text
     assert "smollm2-135m on austen" in words
     assert (
@@ -99,9 +99,9 @@ def test_the_page_opens_with_what_was_run_and_the_three_findings(standard: Page)
 def test_only_given_results_have_a_part(tmp_path: Path) -> None:
     only_profile = page_of(tmp_path, profile())
     assert "Component scaling" not in only_profile.text
-    assert "was not measured" in only_profile.text
-    other = page_of(tmp_path, Result("head_sweep", pd.DataFrame({"layer": [0, 1], "loss": [0.5, math.nan]}), {}))
-    assert "Head sweep" in other.text
+    assert "not measured" not in only_profile.text
+    other = page_of(tmp_path, Result("crystal_ball", pd.DataFrame({"layer": [0, 1], "loss": [0.5, math.nan]}), {}))
+    assert "Crystal ball" in other.text
     assert "not finite" in other.text
 
 
