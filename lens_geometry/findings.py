@@ -117,7 +117,7 @@ def heads_sentence(table: pd.DataFrame) -> str:
     scales = f"s_par = {dearest['parallel']:g}, s_perp = {dearest['perpendicular']:g}"
     most, mean = (number(x, signed=True) for x in (dearest["loss_change"], singles["loss_change"].mean()))
     return (
-        f"Of {len(singles):,} single {unit}s edited at {dearest['site']} ({scales}), the one that costs most{method} is "
+        f"Of {len(singles):,} single {unit}s edited at {dearest['site']} ({scales}) the one that costs most{method} is "
         f"{unit} {dearest['head']} of layer {dearest['layer']} ({most} nats per token), against {mean} for one on "
         f"average; all {unit}s of a layer at once cost {whole[0]} on average over layers, the sum of single ones "
         f"{whole[1]}."

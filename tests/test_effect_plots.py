@@ -78,7 +78,7 @@ def test_the_sections_hold_figures_and_the_short_tables():
 def test_the_sentences_name_the_head_that_costs_most_and_the_strengths():
     heads, strength = findings([tables.strengths(), tables.heads()])
     assert "head 2 of layer 1 (+0.560 nats per token)" in heads
-    assert "Of 12 single heads edited at value (s_par = 0, s_perp = 1)" in heads
+    assert "Of 12 single heads edited at value (s_par = 0, s_perp = 1) the one" in heads
     assert "cost +0.500 on average over layers, the sum of single ones +0.333" in heads
     assert "attn 25.0 % for +0.300; value 50.0 % for +0.900" in strength
     table = tables.heads().table
