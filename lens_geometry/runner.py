@@ -37,7 +37,7 @@ class RunSettings:
         max_sequences: how many sequences, spread evenly over the text; None takes all.
         batch_size: sequences per forward pass; changes speed and memory, not results.
         prepend_bos: put the tokenizer's BOS before every sequence.
-        seed: of noise and of the bootstrap.
+        seed: of noise, of the bootstrap, and of tokens that are shuffled or drawn at random.
         progress: show progress bars.
     """
 
@@ -81,6 +81,7 @@ def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
         sequence_length=settings.sequence_length,
         max_sequences=settings.max_sequences,
         prepend_bos=settings.prepend_bos,
+        seed=settings.seed,
     )
 
 
@@ -150,7 +151,8 @@ def run_conditions(
             with applied(model, condition.hooks(batch), require_change=False):  # no effect is a finding of the table
                 for rows, ids, mask in batches(model, tokens, settings.batch_size):
                     batch.ids = rows
-                    found.append(sequence_losses(model, ids, mask))
+                    scored = None if tokens.scored is None else tokens.scored[rows.start : rows.stop]
+                    found.append(sequence_losses(model, ids, mask, scored))
                     progress.update()
             losses = SequenceLosses(*map(np.concatenate, zip(*found, strict=True)))
             if condition.key == "base" and losses.nonfinite.any():
@@ -249,7 +251,9 @@ class Journal:
 
 
 def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: float, **more: Any) -> dict[str, Any]:
-    """A result's meta: what was run, on what, with which versions."""
+    """A result's meta: what was run, on what, with which versions; its token mask names what alone is scored."""
+    if tokens.scored is not None:
+        more["token_mask"] = "; ".join(filter(None, (more.get("token_mask"), tokens.meta["scored"])))
     return {
         "model": models.describe(model),
         "data": tokens.meta,
@@ -275,6 +279,7 @@ def identity_of_run(model: Any, tokens: Tokens, settings: Any) -> dict[str, Any]
         "attn_implementation": about["attn_implementation"],
         "tokens_sha256": tokens.meta["tokens_sha256"],
         "n_tokens": tokens.meta["n_tokens"],
+        "scored_sha256": tokens.meta.get("scored_sha256"),
         "versions": {
             name: v
             for name, v in versions().items()
