@@ -65,6 +65,11 @@ def test_a_sequence_is_shuffled_alike_whatever_else_is_taken():
     assert padded.ids[[0, 1, 2, 3, 5, 6, 7, 8]].equal(whole.ids)
 
 
+def test_every_sequence_has_an_order_of_its_own():
+    mixed = tokenize(MODEL, text_of(LETTERS[:12] * 3, LETTERS[:12] * 3), sequence_length=12)
+    assert len({tuple(row) for row in mixed.ids.tolist()}) == 6
+
+
 def test_shuffling_follows_the_seed_and_is_recorded():
     text = text_of(LETTERS)
     first, again, other = (tokenize(MODEL, text, sequence_length=36, seed=seed) for seed in (0, 0, 1))
@@ -125,6 +130,8 @@ def test_markers_without_a_role_and_ids_that_no_token_has_are_not_drawn():
     assert drawable_ids(padded).tolist() == [*range(2, 258), 259]
     cut = SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(n_ctx=64, d_vocab=100))
     assert drawable_ids(cut).tolist() == [*range(2, 100)]
+    plain = SimpleNamespace(all_special_ids=[3], get_vocab=lambda: {letter: i for i, letter in enumerate("abcde")})
+    assert drawable_ids(SimpleNamespace(tokenizer=plain, cfg=padded.cfg)).tolist() == [0, 1, 2, 4]
     with pytest.raises(DataError, match="leaves 1 ids.*tokenizer that belongs"):
         drawable_ids(SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(n_ctx=64, d_vocab=3)))
 
