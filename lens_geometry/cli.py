@@ -135,7 +135,8 @@ def profile_command(
 
     Args:
         loading: which model.
-        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        text: "austen", "moby-dick", "python", a .txt file, a directory of them, or hf:... for a Hugging Face data set;
+            "shuffled:austen" for its tokens in random order; "repeated-random" for random tokens said twice.
         out: directory for table.parquet, table.csv, meta.json and figure.html.
         settings: what is measured.
     """
@@ -157,7 +158,8 @@ def scale_command(
 
     Args:
         loading: which model.
-        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        text: "austen", "moby-dick", "python", a .txt file, a directory of them, or hf:... for a Hugging Face data set;
+            "shuffled:austen" for its tokens in random order; "repeated-random" for random tokens said twice.
         out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
         settings: what is edited, and by how much.
     """
@@ -227,12 +229,13 @@ def report_command(
 
     Args:
         loading: which model.
-        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        text: "austen", "moby-dick", "python", a .txt file, a directory of them, or hf:... for a Hugging Face data set;
+            "shuffled:austen" for its tokens in random order; "repeated-random" for random tokens said twice.
         out: directory for report.html and for each experiment's own files.
         profile_sequences: sequences that are profiled.
         sweep_sequences: sequences in the sweep, which runs about a hundred conditions over them.
         sequence_length: tokens per sequence.
-        seed: of noise and bootstrap.
+        seed: of noise, bootstrap and random tokens.
         include: directories that other commands wrote (heads, strength, ...): their results join the report.
     """
     others = [Result.load(directory) for directory in include]

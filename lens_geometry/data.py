@@ -1,6 +1,6 @@
 """Token ids: text cut into sequences of one length, with a mask and the provenance that a result records.
 
-text = load_text("austen")                              # or a .txt path, or hf:... (see text.py)
+text = load_text("austen")                              # or a .txt path, hf:..., shuffled:austen (see text.py)
 tokens = tokenize(model, text, sequence_length=256, max_sequences=32)
 tokens.ids, tokens.mask, tokens.meta["tokens_sha256"]   # [sequence, pos], [sequence, pos], provenance
 """
@@ -18,10 +18,23 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from lens_geometry.arrangements import (
+    ARRANGEMENTS,
+    NATURAL,
+    REPEATED,
+    REPEATED_SEQUENCES,
+    SHUFFLED,
+    drawable_ids,
+    repeated_random,
+    shuffled,
+)
 from lens_geometry.errors import DataError
-from lens_geometry.text import BUNDLED, Text, load_text
+from lens_geometry.text import BUNDLED, Text, is_text_name, load_text
+from lens_geometry.token_checks import check_ids, check_mask, check_scored
 
 __all__ = ["BUNDLED", "Text", "Tokens", "load_text", "tokenize"]
+
+EVERY_TOKEN = "every token is scored"  # that is real and has one before it
 
 
 @dataclass(frozen=True)
@@ -31,11 +44,19 @@ class Tokens:
     `mask` is True for a real token (a prepended BOS is one) and False for right padding. Right padding needs
     no attention mask: in a causal model no real token attends to a later place. Everything is on the CPU.
     `meta["tokens_sha256"]` is over the ids as little-endian int64 in row order, padding included.
+    `scored` is True for the tokens whose losses count and whose activations are profiled, among the real ones; None
+    for all of them. `meta["scored"]` says which they are in words, and `meta["scored_sha256"]` is over their bytes.
     """
 
     ids: Int[Tensor, "sequence pos"]
     mask: Bool[Tensor, "sequence pos"]
     meta: dict[str, Any]
+    scored: Bool[Tensor, "sequence pos"] | None = None
+
+    @property
+    def counted(self) -> Bool[Tensor, "sequence pos"]:
+        """The real tokens that are scored."""
+        return self.mask if self.scored is None else self.mask & self.scored
 
 
 def tokenize(
@@ -46,11 +67,17 @@ def tokenize(
     max_sequences: int | None = None,
     prepend_bos: bool = False,
     drop_short: bool = True,
+    seed: int = 0,
 ) -> Tokens:
     """Cut text into sequences of `sequence_length` tokens for `model`.
 
     Each document is tokenised alone, without special tokens, and cut into consecutive pieces. A document
     shorter than one sequence is kept, padded on the right, from 2 tokens on.
+
+    A "shuffled" text is cut the same way; then the tokens of each piece are put in random order, the BOS and padding
+    staying where they are. "repeated-random" is half a sequence of random tokens, and the same again; only the second
+    half is scored. Of it the first token cannot be known from what came before, as every later one can. An odd
+    last place is left out.
 
     Args:
         model: any TransformerLens model; only its `tokenizer` and `cfg` are used.
@@ -58,40 +85,47 @@ def tokenize(
             which are taken as they are and hold no padding. Tokens come back unchanged once they are found to
             fit the model.
         sequence_length: tokens per sequence, the BOS included; ignored for token ids.
-        max_sequences: take this many, evenly spaced over all, so that a small sample covers the text.
+        max_sequences: take this many, evenly spaced over all, so that a small sample covers the text. Of
+            "repeated-random", how many are drawn; None draws 64.
         prepend_bos: give every sequence the tokenizer's BOS in its first place.
         drop_short: leave out what remains of a document after its last whole sequence, instead of padding it.
+        seed: of what is shuffled or drawn; each sequence has its own generator.
 
     Returns:
         Tokens; `meta` counts what was used and what was dropped.
 
     Raises:
         DataError: no tokenizer, fewer than 2 tokens, a sequence longer than the model's context, ids outside
-            its vocabulary, or data that is none of the above.
+            its vocabulary, masks that do not belong to the ids, or data that is none of the above.
     """
     if max_sequences is not None and max_sequences < 1:
         raise DataError(f"max_sequences is {max_sequences}", cure="pass 1 or more, or None for all")
     if isinstance(data, Tokens):
-        _check_ids(model, data.ids)
-        _check_mask(data)
-        return replace(data, meta={**data.meta, **_counted(data.ids, data.mask)})
+        check_ids(model, data.ids)
+        check_mask(data.ids, data.mask)
+        check_scored(data.ids, data.mask, data.scored)
+        return replace(data, meta=_meta_of_given(data))
     if isinstance(data, Tensor):
         if prepend_bos:
             raise DataError("token ids are taken as they are, without a BOS", cure="put the BOS into the ids yourself")
         return _from_ids(model, data, max_sequences)
     text = _as_text(data)
-    context, least = getattr(model.cfg, "n_ctx", None), 2 + prepend_bos
+    if seed < 0:
+        raise DataError(f"seed is {seed}", where=text.name, cure="pass 0 or more")
+    context, least = getattr(model.cfg, "n_ctx", None), (4 if text.arrangement == REPEATED else 2) + prepend_bos
     if sequence_length < least:
         raise DataError(f"sequence_length is {sequence_length}", where=text.name, cure=f"pass at least {least}")
     if context and sequence_length > context:
         problem = f"sequence_length {sequence_length} is longer than the model's context of {context}"
         raise DataError(problem, where=text.name, cure=f"pass sequence_length={context} or less")
     bos, pad = _special_ids(model, prepend_bos)
+    if text.arrangement == REPEATED:
+        return _repeated(model, text, sequence_length - prepend_bos, max_sequences, bos if prepend_bos else None, seed)
 
     documents = _token_lists(model, text)
     room = sequence_length - prepend_bos
     pieces = [
-        (number, ids[start : start + room])
+        (number, start, ids[start : start + room])
         for number, ids in enumerate(documents)
         for start in range(0, len(ids), room)
         if _is_kept(len(ids), start, room, drop_short)
@@ -99,24 +133,28 @@ def tokenize(
     if not pieces:
         raise DataError("the text has fewer than two tokens", where=text.name, cure="pass more text")
     kept = [pieces[i] for i in _evenly_spaced(len(pieces), max_sequences)]
+    if text.arrangement == SHUFFLED:
+        kept = [(at, start, shuffled(piece, seed=seed, document=at, start=start)) for at, start, piece in kept]
 
-    width = max(len(piece) for _, piece in kept) + prepend_bos
+    width = max(len(piece) for *_, piece in kept) + prepend_bos
     ids = torch.full((len(kept), width), pad, dtype=torch.int64)
     mask = torch.zeros(len(kept), width, dtype=torch.bool)
-    for row, (_, piece) in enumerate(kept):
+    for row, (*_, piece) in enumerate(kept):
         whole = [bos, *piece] if prepend_bos else piece
         ids[row, : len(whole)] = torch.tensor(whole, dtype=torch.int64)
         mask[row, : len(whole)] = True
-    _check_ids(model, ids)
+    check_ids(model, ids)
     about = {
         "text": text.name,
         "source": text.source,
         "licence": text.licence,
         "text_sha256": text.sha256,
         "max_characters": text.max_characters,
+        "arrangement": ARRANGEMENTS[text.arrangement],
+        "arrangement_seed": None if text.arrangement == NATURAL else seed,
         "documents": len(documents),
-        "documents_used": len({number for number, _ in kept}),
-        "tokens_dropped": sum(map(len, documents)) - sum(len(piece) for _, piece in pieces),
+        "documents_used": len({number for number, *_ in kept}),
+        "tokens_dropped": sum(map(len, documents)) - sum(len(piece) for *_, piece in pieces),
         "pad_token_id": pad,
     }
     return Tokens(ids, mask, _meta(ids, mask, about, available=len(pieces), bos=bos if prepend_bos else None))
@@ -127,7 +165,7 @@ def _as_text(data: Any) -> Text:
     if isinstance(data, Text):
         return data
     if isinstance(data, str):
-        if data in BUNDLED or data.startswith(("hf:", "hf-joined:")):
+        if is_text_name(data):
             raise DataError(f"{data!r} is the name of a text, not text", cure=f"pass load_text({data!r})")
         return Text("one string", (data,))
     if isinstance(data, Sequence) and all(isinstance(item, str) for item in data):
@@ -178,65 +216,71 @@ def _special_ids(model: Any, prepend_bos: bool) -> tuple[int, int]:
     return (bos if prepend_bos and bos is not None else -1), pad
 
 
+def _repeated(model: Any, text: Text, room: int, max_sequences: int | None, bos: int | None, seed: int) -> Tokens:
+    """Random tokens and the same again, in `room` places (one less when that is odd) after the BOS, if there is one."""
+    if bos == -1:
+        raise DataError("without a tokenizer there is no BOS", where=text.name, cure="pass prepend_bos=False")
+    drawable, half = drawable_ids(model), room // 2
+    sequences = REPEATED_SEQUENCES if max_sequences is None else max_sequences
+    ids = torch.from_numpy(repeated_random(drawable, sequences=sequences, half=half, seed=seed))
+    if bos is not None:
+        ids = torch.cat([torch.full((sequences, 1), bos), ids], 1)
+    check_ids(model, ids)
+    mask, scored = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    scored[:, -half:] = True
+    about = {
+        "text": text.name,
+        "source": text.source,
+        "licence": text.licence,
+        "text_sha256": None,
+        "max_characters": None,
+        "arrangement": ARRANGEMENTS[text.arrangement],
+        "arrangement_seed": seed,
+        "ids_drawn_from": len(drawable),
+        "repeat_length": half,
+        "odd_place_left_out": bool(room % 2),
+        "scored": "only the repeat is scored",
+    }
+    meta = _meta(ids, mask, about, available=sequences, bos=bos, scored=scored)
+    return Tokens(ids, mask, {**meta, "sequences_available": None, "sampling": "drawn at random"}, scored)
+
+
 def _from_ids(model: Any, ids: Tensor, max_sequences: int | None) -> Tokens:
     """Token ids given by the caller, every one of them real."""
-    _check_ids(model, ids)
+    check_ids(model, ids)
     chosen = ids.detach().to("cpu", torch.int64)[_evenly_spaced(len(ids), max_sequences)]
     mask = torch.ones_like(chosen, dtype=torch.bool)
     about = {"text": "token ids", "source": "given by the caller", "licence": "unknown", "text_sha256": None}
     return Tokens(chosen, mask, _meta(chosen, mask, about, available=len(ids), bos=None))
 
 
-def _check_ids(model: Any, ids: Tensor) -> None:
-    """Raise DataError unless `ids` are [sequence, pos] integers that this model takes."""
-    place = f"ids of shape {tuple(ids.shape)}, {ids.dtype}"
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise DataError("token ids must be integers", where=place, cure="pass an integer tensor, such as ids.long()")
-    if ids.ndim != 2:
-        raise DataError(
-            "token ids must have the shape [sequence, pos]",
-            where=place,
-            cure="pass ids[None] for one sequence",
-        )
-    if ids.shape[0] < 1 or ids.shape[1] < 2:
-        raise DataError("there must be a sequence, and two tokens in it", where=place, cure="pass longer sequences")
-    context, d_vocab = getattr(model.cfg, "n_ctx", None), model.cfg.d_vocab
-    if context and ids.shape[1] > context:
-        raise DataError(f"the model's context is {context} tokens", where=place, cure=f"pass ids[:, :{context}]")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= d_vocab:
-        problem = f"token id {low if low < 0 else high} is outside the vocabulary of {d_vocab}"
-        raise DataError(problem, where=place, cure="use the tokenizer that belongs to this model")
+def _meta_of_given(tokens: Tokens) -> dict[str, Any]:
+    """The provenance of tokens that come back, brought up to date with what their ids and masks are now."""
+    meta = {**tokens.meta, **_counted(tokens.ids, tokens.mask, tokens.scored)}
+    if meta["scored_sha256"] != tokens.meta.get("scored_sha256") or "scored" not in meta:
+        whole = tokens.scored is None
+        meta["scored"] = EVERY_TOKEN if whole else "only the tokens of a mask given by the caller are scored"
+    return meta
 
 
-def _check_mask(tokens: Tokens) -> None:
-    """Raise DataError unless the mask is that of right padding, with two real tokens in every sequence."""
-    mask, place = tokens.mask, f"mask of shape {tuple(tokens.mask.shape)}, {tokens.mask.dtype}"
-    if mask.dtype != torch.bool or mask.shape != tokens.ids.shape:
-        cure = f"pass a bool mask of shape {tuple(tokens.ids.shape)}, True for real tokens"
-        raise DataError("the mask does not belong to the ids", where=place, cure=cure)
-    if (mask[:, 1:] & ~mask[:, :-1]).any() or (mask.sum(1) < 2).any():
-        raise DataError(
-            "padding must stand on the right, after at least two real tokens in every sequence",
-            where=place,
-            cure="move padding to the right, and leave out sequences of one token",
-        )
-
-
-def _counted(ids: Tensor, mask: Tensor) -> dict[str, Any]:
-    """The part of the provenance that follows from ids and mask alone."""
+def _counted(ids: Tensor, mask: Tensor, scored: Tensor | None) -> dict[str, Any]:
+    """The part of the provenance that follows from ids and masks alone."""
     return {
         "tokens_sha256": hashlib.sha256(ids.cpu().numpy().astype(np.dtype("<i8")).tobytes()).hexdigest(),
         "n_sequences": len(ids),
         "n_tokens": int(mask.sum()),
         "sequence_length": ids.shape[1],
+        "scored_sha256": None if scored is None else hashlib.sha256(scored.cpu().numpy().tobytes()).hexdigest(),
     }
 
 
-def _meta(ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None) -> dict[str, Any]:
+def _meta(
+    ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None, scored: Tensor | None = None
+) -> dict[str, Any]:
     return {
+        "scored": EVERY_TOKEN,
         **about,
-        **_counted(ids, mask),
+        **_counted(ids, mask, scored),
         "sequences_available": available,
         "sampling": "all" if len(ids) == available else "evenly spaced",
         "prepend_bos": bos is not None,

@@ -34,11 +34,24 @@ def token_losses(
     return losses
 
 
+def scored_losses(
+    mask: Bool[Tensor, "batch pos"], scored: Bool[Tensor, "batch pos"] | None = None
+) -> Bool[Tensor, "batch pos-1"]:
+    """Which of `token_losses` count: those of real tokens after real ones, among them the ones in `scored`."""
+    pairs = mask[:, 1:] & mask[:, :-1]
+    return pairs if scored is None else pairs & scored[:, 1:].to(pairs.device)
+
+
 @torch.no_grad()
-def sequence_losses(model: Any, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]) -> SequenceLosses:
-    """One forward pass; a token is scored when it and the one that predicts it are real."""
+def sequence_losses(
+    model: Any,
+    ids: Int[Tensor, "batch pos"],
+    mask: Bool[Tensor, "batch pos"],
+    scored: Bool[Tensor, "batch pos"] | None = None,
+) -> SequenceLosses:
+    """One forward pass; a token is scored when it and the one that predicts it are real, and `scored` has it."""
     losses = token_losses(model(ids, return_type="logits"), ids)
-    scored = (mask[:, 1:] & mask[:, :-1]).to(losses.device)
+    scored = scored_losses(mask, scored).to(losses.device)
     finite = torch.isfinite(losses)
     sums = torch.where(scored & finite, losses, losses.new_zeros(())).cpu().double().sum(1)
     return SequenceLosses(sums.numpy(), scored.sum(1).cpu().numpy(), (scored & ~finite).sum(1).cpu().numpy())

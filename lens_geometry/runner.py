@@ -39,7 +39,7 @@ class RunSettings:
         max_sequences: how many sequences, spread evenly over the text; None takes all.
         batch_size: sequences per forward pass; changes speed and memory, not results.
         prepend_bos: put the tokenizer's BOS before every sequence.
-        seed: of noise and of the bootstrap.
+        seed: of noise, of the bootstrap, and of tokens that are shuffled or drawn at random.
         progress: show progress bars.
     """
 
@@ -93,6 +93,7 @@ def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
         sequence_length=settings.sequence_length,
         max_sequences=settings.max_sequences,
         prepend_bos=settings.prepend_bos,
+        seed=settings.seed,
     )
 
 
@@ -171,7 +172,8 @@ def run_conditions(
                 for rows, ids, mask in batches(model, tokens, size):
                     streams.rows, batch.ids = rows, [*rows] * copies
                     shortcut.stream = streams.of(start, rows, copies)
-                    found.append(sequence_losses(model, ids.repeat(copies, 1), mask.repeat(copies, 1)))
+                    scored = None if tokens.scored is None else tokens.scored[rows.start : rows.stop].repeat(copies, 1)
+                    found.append(sequence_losses(model, ids.repeat(copies, 1), mask.repeat(copies, 1), scored))
                     progress.update()
             for number, key in enumerate(condition.keys):
                 losses = SequenceLosses(*map(np.concatenate, zip(*_copies(found, copies, number), strict=True)))
@@ -314,7 +316,9 @@ class Journal:
 
 
 def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: float, **more: Any) -> dict[str, Any]:
-    """A result's meta: what was run, on what, with which versions."""
+    """A result's meta: what was run, on what, with which versions; its token mask names what alone is scored."""
+    if tokens.scored is not None:
+        more["token_mask"] = "; ".join(filter(None, (more.get("token_mask"), tokens.meta["scored"])))
     return {
         "model": models.describe(model),
         "data": tokens.meta,
@@ -340,6 +344,7 @@ def identity_of_run(model: Any, tokens: Tokens, settings: Any) -> dict[str, Any]
         "attn_implementation": about["attn_implementation"],
         "tokens_sha256": tokens.meta["tokens_sha256"],
         "n_tokens": tokens.meta["n_tokens"],
+        "scored_sha256": tokens.meta.get("scored_sha256"),
         "versions": {
             name: v
             for name, v in versions().items()

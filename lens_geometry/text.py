@@ -1,8 +1,10 @@
-"""Documents and where they come from: bundled prose, local files, Hugging Face data sets.
+"""Documents and where they come from: bundled prose and code, local files, Hugging Face data sets.
 
-load_text("austen")                        bundled, public domain, needs no network
+load_text("austen")                        bundled, public domain, needs no network; "python" is source code
 load_text("my-notes.txt")                  one document; a directory is a document per .txt file
 load_text("hf-joined:Salesforce/wikitext:wikitext-2-raw-v1:test:text")
+load_text("shuffled:austen")               the same sequences, the tokens of each in random order
+load_text("repeated-random")               no text at all: random tokens, repeated once
 """
 
 from __future__ import annotations
@@ -12,24 +14,30 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from lens_geometry.arrangements import ARRANGEMENTS, NATURAL, REPEATED, SHUFFLED, Arrangement
 from lens_geometry.errors import DataError
 
 PUBLIC_DOMAIN = "public domain (published before 1929; the author died more than 70 years ago)"
 BUNDLED = {
     "austen": "six novels of Jane Austen, by chapters (see lens_geometry/assets/SOURCES.md)",
     "moby-dick": "Herman Melville, Moby-Dick, by chapters (see lens_geometry/assets/SOURCES.md)",
+    "python": "modules of CPython 3.11.7's standard library, by files (see lens_geometry/assets/SOURCES.md)",
 }
+LICENCES = {
+    "python": "PSF-2.0 (copyright 2001-2023 Python Software Foundation; see lens_geometry/assets/PYTHON-LICENSE.txt)"
+}  # of bundled texts that are not in the public domain
 LARGEST = 1_000_000_000  # bytes of a file, or characters of a data set, read without being asked for fewer
+PREFIXES = ("hf:", "hf-joined:", "shuffled:")
 TEXT_NAMES = (
     f"pass a bundled name ({', '.join(BUNDLED)}), a .txt file or a directory of them, "
-    "or hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]"
+    "hf:PATH[:CONFIG[:SPLIT[:COLUMN]]], shuffled: before any of these, or repeated-random"
 )
 
 
@@ -37,7 +45,10 @@ TEXT_NAMES = (
 class Text:
     """Documents with their provenance. Sequences of tokens are never cut across two documents.
 
-    `sha256` is computed over the UTF-8 bytes of every document, each preceded by its length in 8 bytes.
+    `arrangement` says what `tokenize` makes of them: "natural" sequences, as they are written; "shuffled", the same
+    with the tokens of each in random order; "repeated-random" has no documents, its tokens are drawn.
+    `sha256` is computed over the UTF-8 bytes of every document, each preceded by its length in 8 bytes; so it is
+    that of the text as it is written, however it is arranged.
     Raises DataError without a document, and for one that is empty or not encodable.
     """
 
@@ -47,6 +58,7 @@ class Text:
     licence: str = "unknown"
     titles: tuple[str, ...] = ()
     max_characters: int | None = None  # set when only the first characters of the source were read
+    arrangement: Arrangement = NATURAL
     sha256: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +76,13 @@ class Text:
                     "the document holds half a surrogate pair", where=where, cure="decode it anew"
                 ) from error
             digest.update(len(data).to_bytes(8, "little") + data)
-        if not self.documents:
+        if self.arrangement not in ARRANGEMENTS:
+            cure = f"choose one of {', '.join(ARRANGEMENTS)}"
+            raise DataError(f"there is no arrangement {self.arrangement!r}", where=self.name, cure=cure)
+        if self.arrangement == REPEATED and self.documents:
+            cure = "leave the documents out, or choose another arrangement"
+            raise DataError("random tokens are drawn, not taken from documents", where=self.name, cure=cure)
+        if self.arrangement != REPEATED and not self.documents:
             raise DataError("the text has no documents", where=self.name, cure="pass at least one document")
         object.__setattr__(self, "sha256", digest.hexdigest())
 
@@ -75,11 +93,17 @@ def load_text(name: str | os.PathLike[str], *, max_characters: int | None = None
     Args:
         name: one of
             `"austen"`, `"moby-dick"`: bundled, a document per chapter;
-            a path: a UTF-8 `.txt` file (one document), or a directory whose `.txt` files are a document each;
+            `"python"`: bundled, modules of Python's standard library, a document per file;
+            a path: a UTF-8 file such as `.txt` or `.py` (one document), or a directory whose `.txt` files (where there
+            are none, `.py` files that are not empty) are a document each;
             `"hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]"`: a Hugging Face data set (or a local directory that
             `datasets` reads), a document per row; an empty part means no config, split `test`, column `text`;
             `"hf-joined:..."`: the same, the rows being the paragraphs of one long document, as in WikiText:
-            `"hf-joined:Salesforce/wikitext:wikitext-2-raw-v1"`.
+            `"hf-joined:Salesforce/wikitext:wikitext-2-raw-v1"`;
+            `"shuffled:NAME"`: the sequences of any of these, with the tokens of each in random order: the same words
+            as often, and no grammar;
+            `"repeated-random"`: no text; sequences of random tokens, repeated once, of which only the repeat is
+            scored. A model can know it from its first half alone (induction). Needs no tokenizer.
         max_characters: read only this many characters from the start; recorded in the result.
 
     Raises DataError when the source is missing, unreachable, empty, binary, not UTF-8 or larger than 1 GB.
@@ -89,18 +113,46 @@ def load_text(name: str | os.PathLike[str], *, max_characters: int | None = None
         raise DataError(problem, where=str(name), cure="pass 1 or more, or None for everything")
     if isinstance(name, str) and name in BUNDLED:
         return _bundled(name, max_characters)
+    if name == REPEATED:
+        if max_characters is not None:
+            raise DataError("random tokens have no characters", where=name, cure="leave max_characters out")
+        return Text(name, (), "drawn at random from the model's vocabulary", "none needed", arrangement=REPEATED)
+    if isinstance(name, str) and name.startswith("shuffled:"):
+        return _shuffled(name.removeprefix("shuffled:"), max_characters)
     if isinstance(name, str) and name.startswith(("hf:", "hf-joined:")):
         return _from_hugging_face(name, max_characters)
     path = Path(name).expanduser()
     if not path.exists():
         raise DataError("there is no text of this name, and no such file", where=str(name), cure=TEXT_NAMES)
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    if not files:
-        cure = "put one document per .txt file into it"
-        raise DataError("the directory holds no .txt file", where=str(path), cure=cure)
+    files = _files_in(path) if path.is_dir() else [path]
     documents = _first_characters((_read(file, max_characters) for file in files), max_characters)
     titles = tuple(file.name for file in files)[: len(documents)]
     return Text(path.name, documents, f"local file {path}", titles=titles, max_characters=max_characters)
+
+
+def is_text_name(name: str) -> bool:
+    """Whether `load_text` takes this for a name of its own, which no file has."""
+    return name in BUNDLED or name == REPEATED or name.startswith(PREFIXES)
+
+
+def _shuffled(name: str, max_characters: int | None) -> Text:
+    """The text of another name, to be shuffled within sequences."""
+    if not name or name == REPEATED or name.startswith("shuffled:"):
+        problem = f"{name} has no order to shuffle" if name else "shuffled: names no text"
+        cure = "put the name of a text behind it, such as shuffled:austen"
+        raise DataError(problem, where=f"shuffled:{name}", cure=cure)
+    text = load_text(name, max_characters=max_characters)
+    return replace(text, name=f"shuffled:{text.name}", arrangement=SHUFFLED)
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """The directory's .txt files by name; where there are none, its .py files that are not empty."""
+    files = sorted(directory.glob("*.txt"))
+    files = files or [file for file in sorted(directory.glob("*.py")) if file.stat().st_size]
+    if not files:
+        cure = "put one document per .txt file into it"
+        raise DataError("the directory holds no .txt file, nor a .py file", where=str(directory), cure=cure)
+    return files
 
 
 def _bundled(name: str, max_characters: int | None) -> Text:
@@ -109,7 +161,7 @@ def _bundled(name: str, max_characters: int | None) -> Text:
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     documents = _first_characters((row["text"] for row in rows), max_characters)
     titles = tuple(row["title"] for row in rows)[: len(documents)]
-    return Text(name, documents, BUNDLED[name], PUBLIC_DOMAIN, titles, max_characters)
+    return Text(name, documents, BUNDLED[name], LICENCES.get(name, PUBLIC_DOMAIN), titles, max_characters)
 
 
 def _first_characters(documents: Iterable[str], limit: int | None) -> tuple[str, ...]:

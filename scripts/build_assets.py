@@ -1,13 +1,18 @@
-"""Make the bundled texts, `lens_geometry/assets/{austen,moby-dick}.jsonl.gz`, from two Debian packages.
+"""Make the bundled texts: `lens_geometry/assets/{austen,moby-dick}.jsonl.gz` from two Debian packages,
 
     apt-get download r-cran-janeaustenr r-cran-tokenizers
     pip install rdata
     python scripts/build_assets.py r-cran-janeaustenr_*.deb r-cran-tokenizers_*.deb
 
-Needs `dpkg-deb` and the PyPI package `rdata` (reads R's format); neither is a dependency of the package.
-The files hold one JSON object per chapter, {"title", "text"}, and are the same bytes on every run.
+and `python.jsonl.gz`, with its licence, from the standard library of the CPython 3.11.7 that runs this:
 
-What is done to the text, and nothing else: title pages, prefaces, editors' notes, chapter headings, closing
+    python3.11 scripts/build_assets.py python
+
+The first needs `dpkg-deb` and the PyPI package `rdata` (reads R's format); neither is a dependency of the package.
+The files hold one JSON object per chapter or module, {"title", "text"}, and are the same bytes on every run. The
+modules are as they were published.
+
+What is done to the prose, and nothing else: title pages, prefaces, editors' notes, chapter headings, closing
 words ("FINIS") and ornaments are left out; a chapter is a document and its heading the title; hard line
 breaks inside a paragraph become spaces, paragraphs stay apart by an empty line, verse keeps its lines;
 `_emphasis_` loses its underscores; footnote marks are dropped (Melville's own notes stay where they stood);
@@ -23,13 +28,12 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-
-import rdata
 
 ASSETS = Path(__file__).resolve().parents[1] / "lens_geometry" / "assets"
 SHA256 = {
@@ -44,6 +48,16 @@ NOVELS = {  # R object -> title, in order of publication
     "northangerabbey": "Northanger Abbey",
     "persuasion": "Persuasion",
 }
+MODULES = {  # of CPython 3.11.7, with the sha256 of each file
+    "collections/__init__.py": "303701de55e434c0fbcc478ae8a79a28537d9ebe83b3150508438ffd6e3e14c7",
+    "dataclasses.py": "4b7e1c99ebea53b546317d218a0261895a1769f83a6b95dc0136f13578066a7f",
+    "fractions.py": "b11e850e354808b882d13a70a911c29accd1dbdd41757566704e3b7206c74edb",
+    "heapq.py": "6d43277e5c76fc0f073cd388fcff852d14d068f6bb6d4886c340f8b75a1229a9",
+    "random.py": "b931a2d452db89ab9e1f79d59b66ce194dbd6748049cfe44699726da52b9c956",
+    "statistics.py": "889a066f1b8063e73387ceb84018efc507a89b365b56c6afb9cc15b2ed25c2d9",
+    "textwrap.py": "62867e40cdea6669b361f72af4d7daf0359f207c92cbeddfc7c7506397c1f31c",
+}
+LICENCE = {"LICENSE.txt": "3b2f81fe21d181c499c59a256c8e1968455d6689d269aa85373bfb6af41da3bf"}
 CHAPTER = re.compile(r"^(?:chapter ([0-9ivxlc]+)\.?(?: (\S.*))?|(epilogue))$", re.IGNORECASE)
 VOLUME = re.compile(r"^volume ([ivx]+)$", re.IGNORECASE)
 ENDINGS = re.compile(r"^(?:finis|the end|\*vide a letter.*|end of project gutenberg.*)$", re.IGNORECASE)
@@ -66,6 +80,8 @@ def r_objects(package: Path, name: str) -> dict[str, list[str]]:
 
 
 def unserialise(data: bytes) -> dict | list:
+    import rdata  # the modules need neither R nor this
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rdata warns that it has to guess the format
         return rdata.conversion.convert(rdata.parser.parse_data(data))
@@ -115,6 +131,17 @@ def unwrap(block: list[str]) -> str:
     return re.sub(r"(?<=[^-]--)\n", "", "\n".join(texts)).replace("\n", " ")  # no space after a dash
 
 
+def library_files(wanted: dict[str, str]) -> dict[str, bytes]:
+    """Files of the running Python's standard library, checked against their sha256."""
+    library, files = Path(sysconfig.get_paths()["stdlib"]), {}
+    for name, expected in wanted.items():
+        files[name] = (library / name).read_bytes()
+        found = hashlib.sha256(files[name]).hexdigest()
+        if found != expected:
+            sys.exit(f"{library / name} has sha256 {found}, expected {expected}: run this with CPython 3.11.7")
+    return files
+
+
 def write(name: str, documents: list[dict[str, str]]) -> None:
     """A gzip file without name or time in it, so that equal documents are equal bytes."""
     data = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents).encode()
@@ -129,7 +156,12 @@ def write(name: str, documents: list[dict[str, str]]) -> None:
     print(f"  sha256 of the JSON lines {hashlib.sha256(data).hexdigest()}")
 
 
-def main(janeaustenr: str, tokenizers: str) -> None:
+def python() -> None:
+    write("python", [{"title": name, "text": data.decode()} for name, data in library_files(MODULES).items()])
+    (ASSETS / "PYTHON-LICENSE.txt").write_bytes(library_files(LICENCE)["LICENSE.txt"])
+
+
+def prose(janeaustenr: str, tokenizers: str) -> None:
     novels = r_objects(Path(janeaustenr), "janeaustenr")
     write("austen", [doc for key, title in NOVELS.items() for doc in chapters(title, novels[key])])
     (moby_dick,) = r_objects(Path(tokenizers), "tokenizers")["mobydick"]
@@ -138,6 +170,9 @@ def main(janeaustenr: str, tokenizers: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if sys.argv[1:] == ["python"]:
+        python()
+    elif len(sys.argv) == 3:
+        prose(*sys.argv[1:])
+    else:
         sys.exit(__doc__)
-    main(*sys.argv[1:])

@@ -46,6 +46,19 @@ def test_scale_resumes_and_prints_changes_by_scale(capsys, tmp_path):
     assert "+0.000" in first
 
 
+@pytest.mark.parametrize(("text", "scored"), [("python", 93), ("shuffled:austen", 93), ("repeated-random", 48)])
+def test_scale_and_profile_take_texts_that_are_not_prose(capsys, tmp_path, text, scored):
+    few = ["--sites", "mlp", "--out", tmp_path]
+    code, _, _ = run(capsys, "scale", *TINY, *SMALL, "--text", text, "--parallel", 0, "--perpendicular", 0, *few)
+    assert code == 0
+    result = Result.load(tmp_path)
+    assert set(result.table["n_tokens"]) == {scored}
+    assert result.meta["data"]["text"] == text
+    assert ("only the repeat is scored" in result.meta["token_mask"]) == (text == "repeated-random")
+    assert run(capsys, "profile", *TINY, *SMALL, "--text", text, *few)[0] == 0
+    assert ("only the repeat is scored" in Result.load(tmp_path).meta["token_mask"]) == (text == "repeated-random")
+
+
 def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     code, out, _ = run(
         capsys,
@@ -98,6 +111,10 @@ def test_models_lists_what_is_bundled(capsys):
         (["profile", "--model", "tiny-random-lama"], "tiny-random-llama"),
         (["profile", *TINY, "--text", "no-such-file.txt"], "no-such-file.txt"),
         (["profile", *TINY, "--sequence-length", "100000"], "context"),
+        (["scale", *TINY, "--text", "shuffled:"], "names no text"),
+        (["scale", *TINY, "--text", "shuffled:nope"], "nope"),
+        (["profile", *TINY, "--text", "shuffled:repeated-random"], "no order to shuffle"),
+        (["scale", *TINY, "--text", "repeated-random", "--sequence-length", "3"], "at least 4"),
         (["scale", *TINY, *SMALL, "--sites", "atn"], "attn"),
         (["scale", *TINY, *SMALL, "--layers", "77"], "layers 0 to 3"),
         (["profile", *TINY, *SMALL, "--out", "/proc/nowhere"], "could not be written"),

@@ -174,6 +174,8 @@ def test_the_padding_is_the_tokenizers_pad_or_its_eos_or_zero(special, pad):
         ("", {}, "empty"),
         ([], {}, "no documents"),
         ("austen", {}, r"name of a text.*load_text\('austen'\)"),
+        ("shuffled:austen", {}, "name of a text"),
+        ("repeated-random", {}, "name of a text"),
         (["fine", 3], {}, "data is a list"),
         (np.zeros((2, 3)), {}, "data is a ndarray"),
         ("abcd", {"sequence_length": 65}, "context of 64.*sequence_length=64"),

@@ -8,6 +8,7 @@ import zoo
 from scipy import stats
 
 from lens_geometry.anatomy import inspect
+from lens_geometry.data import load_text
 from lens_geometry.edits import scale
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments import head_sweep, scaling_sweep
@@ -175,3 +176,14 @@ def test_what_cannot_be_swept_is_refused():
         head_sweep(model, ids, method="fast", **QUIET)
     with pytest.raises(SiteError, match="no layer 9"):
         head_sweep(model, ids, layers="9", **QUIET)
+
+
+def test_only_scored_tokens_count_for_both_methods():
+    model = zoo.build("llama_gqa")
+    result = head_sweep(model, load_text("repeated-random"), sequence_length=16, max_sequences=3, layers="1",
+                        parallel=0.9, progress=False)  # fmt: skip
+    assert set(result.table["n_tokens"]) == {3 * 8}
+    exact, first = (result.table[result.table["method"] == m] for m in ("exact", "first_order"))
+    assert exact["base_loss"].iloc[0] == pytest.approx(first["base_loss"].iloc[0], rel=1e-6)
+    singles = (part[part["kind"] == "single"]["loss_change"].to_numpy() for part in (exact, first))
+    np.testing.assert_allclose(*singles, atol=3e-3, rtol=0.3)

@@ -15,6 +15,7 @@ from lens_geometry.data import load_text, tokenize
 from lens_geometry.edits import applied, scale
 from lens_geometry.errors import ModelError
 from lens_geometry.experiments import profile, scaling_sweep
+from lens_geometry.metrics import sequence_losses
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("bridge", "hooked") if zoo.MAJOR < 4 else ("bridge",)
@@ -82,3 +83,19 @@ def test_smollm2_tokenizer_is_the_real_one(directory: Path) -> None:
     special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
     assert "SmolLM" in tokenizer.chat_template
+
+
+def test_repeated_random_tokens_are_known_by_induction_and_shuffled_prose_is_not_known(directory: Path) -> None:
+    model = models.load_model("smollm2-135m")
+    loss, first_half = {}, 0.0
+    for name in ("austen", "python", "shuffled:austen", "repeated-random"):
+        tokens = tokenize(model, load_text(name), max_sequences=2, sequence_length=64)
+        found = sequence_losses(model, tokens.ids, tokens.mask, tokens.scored)
+        loss[name] = found.sums.sum() / found.counts.sum()
+        if tokens.scored is not None:
+            unrepeated = sequence_losses(model, tokens.ids, tokens.mask, ~tokens.scored)
+            first_half = unrepeated.sums.sum() / unrepeated.counts.sum()
+    assert first_half > 12, "random tokens are less likely than guessing, ln 49152 = 10.8 nats, would have them"
+    assert loss["repeated-random"] < first_half - 8, "nats that the repeat is easier: 10.7 when this was written"
+    assert loss["shuffled:austen"] > loss["austen"] + 2, "nats that word order is worth: 3.1 when this was written"
+    assert loss["python"] < loss["austen"]

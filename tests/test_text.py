@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -14,18 +15,18 @@ from lens_geometry import text as text_module
 from lens_geometry.errors import DataError
 from lens_geometry.text import BUNDLED, Text, load_text
 
-CHAPTERS = {"austen": 61 + 55 + 50 + 48 + 31 + 24, "moby-dick": 135 + 1}
+PROSE = {"austen": 61 + 55 + 50 + 48 + 31 + 24, "moby-dick": 135 + 1}  # chapters
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", PROSE)
 def test_bundled_text_is_whole_and_tells_where_it_is_from(name):
     text = load_text(name)
-    assert len(text.documents) == len(text.titles) == len(set(text.titles)) == CHAPTERS[name]
+    assert len(text.documents) == len(text.titles) == len(set(text.titles)) == PROSE[name]
     assert "public domain" in text.licence
     assert len(text.sha256) == 64
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", PROSE)
 def test_bundled_text_holds_no_markup_headings_or_broken_lines(name):
     for title, document in zip(load_text(name).titles, load_text(name).documents, strict=True):
         stray = re.search(r"[_*\t\r<>|~^=+\\{}]|  |gutenberg|transcriber|^chapter \d|\n\n\n", document, re.IGNORECASE)
@@ -61,6 +62,21 @@ def test_the_sources_file_names_the_bytes_that_are_bundled():
         assert {frozenset(json.loads(line)) for line in lines.splitlines()} == {frozenset({"title", "text"})}
 
 
+def test_bundled_python_is_whole_files_under_their_own_licence():
+    text = load_text("python")
+    assert 200_000 < sum(map(len, text.documents)) < 400_000
+    for title, document in zip(text.titles, text.documents, strict=True):
+        compile(document, title, "exec", dont_inherit=True)
+    assert "def heappush(heap, item):" in dict(zip(text.titles, text.documents, strict=True))["heapq.py"]
+    assert text.licence.startswith("PSF-2.0")
+    assets = resources.files("lens_geometry") / "assets"
+    assert len((assets / "python.jsonl.gz").read_bytes()) < 150_000
+    notice = "2023 Python Software Foundation;\nAll Rights Reserved"
+    assert notice in (assets / "PYTHON-LICENSE.txt").read_text(encoding="utf-8")
+    assert "PYTHON-LICENSE.txt" in text.licence
+    assert notice.replace("\n", " ") in " ".join((assets / "SOURCES.md").read_text(encoding="utf-8").split())
+
+
 def test_a_text_file_is_one_document_with_plain_newlines_and_no_byte_order_mark(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n\nfour")
@@ -75,6 +91,51 @@ def test_a_directory_is_one_document_per_text_file_in_order_of_name(tmp_path):
         (tmp_path / name).write_text(content)
     text = load_text(str(tmp_path))
     assert (text.documents, text.titles) == (("first", "second"), ("a.txt", "b.txt"))
+
+
+def test_python_files_are_read_one_by_one_or_as_a_directory_without_text_files(tmp_path):
+    for name, content in {"b.py": "x = 1\n", "a.py": "y = 2\n", "__init__.py": ""}.items():
+        (tmp_path / name).write_text(content)
+    assert load_text(str(tmp_path / "b.py")).documents == ("x = 1\n",)
+    assert (load_text(tmp_path).documents, load_text(tmp_path).titles) == (("y = 2\n", "x = 1\n"), ("a.py", "b.py"))
+    (tmp_path / "notes.txt").write_text("text goes first")
+    assert load_text(tmp_path).titles == ("notes.txt",)
+
+
+def test_a_shuffled_text_has_the_documents_and_the_hash_of_the_other(tmp_path):
+    (tmp_path / "notes.txt").write_text("one two")
+    for inner, name in (("moby-dick", "moby-dick"), (f"{tmp_path / 'notes.txt'}", "notes.txt")):
+        plain = load_text(inner, max_characters=5_000)
+        text = load_text(f"shuffled:{inner}", max_characters=5_000)
+        assert text == replace(plain, name=f"shuffled:{name}", arrangement="shuffled")
+        assert (plain.arrangement, text.sha256) == ("natural", plain.sha256)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("shuffled:", r"names no text \[shuffled:\]"),
+        ("shuffled:nope", r"no text of this name.*\[nope\].*austen"),
+        ("shuffled:repeated-random", "repeated-random has no order to shuffle"),
+        ("shuffled:shuffled:austen", "shuffled:austen has no order to shuffle"),
+        ("repeated-randon", "no text of this name.*repeated-random"),
+    ],
+)
+def test_a_name_that_cannot_be_arranged_is_one_error_with_a_cure(name, says):
+    with pytest.raises(DataError, match=says) as caught:
+        load_text(name)
+    assert caught.value.cure
+
+
+def test_random_tokens_have_no_text():
+    text = load_text("repeated-random")
+    assert (text.documents, text.arrangement) == ((), "repeated-random")
+    with pytest.raises(DataError, match="no characters"):
+        load_text("repeated-random", max_characters=10)
+    with pytest.raises(DataError, match="drawn, not taken from documents"):
+        Text("t", ("words",), arrangement="repeated-random")
+    with pytest.raises(DataError, match="no arrangement 'sorted'.*natural, shuffled"):
+        Text("t", ("words",), arrangement="sorted")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.columns import loss_columns, status_counts
 from lens_geometry.experiments.profile import available_sites
 from lens_geometry.experiments.scaling import parse_layers
-from lens_geometry.metrics import SequenceLosses, token_losses
+from lens_geometry.metrics import SequenceLosses, scored_losses, token_losses
 from lens_geometry.results import Result
 from lens_geometry.runner import (
     Condition,
@@ -205,8 +205,10 @@ def _first_order(model: Any, tokens: Any, places: list[_Heads], settings: HeadSe
     with at_rest(model), _frozen(model), bar(total, "gradients", settings.progress) as progress:
         for (site, grouping), members in groups.items():
             losses, effects = [], []
-            for _, ids, mask in batches(model, tokens, settings.batch_size):
-                sums, counts, effect = _gradients(model, ids, mask, site, grouping, members, settings)
+            for rows, ids, mask in batches(model, tokens, settings.batch_size):
+                counted = None if tokens.scored is None else tokens.scored[rows.start : rows.stop]
+                scored = scored_losses(mask, counted)
+                sums, counts, effect = _gradients(model, ids, scored, site, grouping, members, settings)
                 losses.append((sums, counts))
                 effects.append(effect)
                 progress.update()
@@ -225,7 +227,7 @@ def _first_order(model: Any, tokens: Any, places: list[_Heads], settings: HeadSe
 def _gradients(
     model: Any,
     ids: Tensor,
-    mask: Tensor,
+    scored: Tensor,
     site: str,
     grouping: Grouping,
     members: list[_Heads],
@@ -247,7 +249,6 @@ def _gradients(
     )
     with torch.enable_grad(), attached(model, hooks):
         losses = token_losses(model(ids, return_type="logits"), ids)
-        scored = mask[:, 1:] & mask[:, :-1]
         sums = torch.where(scored, losses, losses.new_zeros(())).double().sum(1)
         by_parallel, by_perpendicular = torch.autograd.grad(sums.sum(), scales)
     effect = (settings.parallel - 1) * by_parallel + (settings.perpendicular - 1) * by_perpendicular

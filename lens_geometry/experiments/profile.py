@@ -75,7 +75,7 @@ def profile(model: Any, data: Any, settings: ProfileSettings | None = None, **ch
     settings, started = replace(settings or ProfileSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites)
-    scored = token_mask(tokens.mask, exclude=settings.exclude_positions)
+    scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
     accumulator = _Accumulator(model, sites, settings, int(scored.sum()))

@@ -118,7 +118,7 @@ def applied_strength(
     ]
     if not edits:
         raise DataError("nothing is edited", cure="give scales other than 1 for parallel or perpendicular")
-    scored = token_mask(tokens.mask, exclude=settings.exclude_positions)
+    scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
     for target in {SITES[site].target for site in sites}:
