@@ -17,7 +17,12 @@ QUANTILES = (0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95)
 
 
 def bootstrap_interval(
-    samples: Sequence[Floats], statistic: Callable[..., Floats], *, seed: int = 0, resamples: int = 2000
+    samples: Sequence[Floats],
+    statistic: Callable[..., Floats],
+    *,
+    seed: int = 0,
+    resamples: int = 2000,
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float]:
     """Percentile interval (95 %) of a statistic of paired samples, by resampling their common first axis.
 
@@ -31,7 +36,7 @@ def bootstrap_interval(
         return float("nan"), float("nan")
     with np.errstate(all="ignore"):
         found = stats.bootstrap(
-            samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=CONFIDENCE,
+            samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=confidence,
             method="percentile", rng=np.random.default_rng(seed),
         )  # fmt: skip
     return float(found.confidence_interval.low), float(found.confidence_interval.high)

@@ -221,7 +221,7 @@ def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: Sca
     idle = cell.scale != 1.0 and all_finite and np.array_equal(found.sums, base.sums)
     status = "no_effect" if idle else "ok" if all_finite else "nonfinite"
     samples = [found.sums, finite, base.sums, base.counts.astype(np.float64)]
-    changes: dict[str, Callable[..., Any]] = {"loss_change": _loss_change, "perplexity_change": _perplexity_change}
+    changes: dict[str, Callable[..., Any]] = {"loss_change": loss_change, "perplexity_change": _perplexity_change}
     measured = {name: float(change(*samples, 0)) for name, change in changes.items()}
     intervals = {
         name: bootstrap_interval(samples, change, seed=settings.seed) if all_finite else (np.nan, np.nan)
@@ -254,7 +254,8 @@ def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: Sca
     }
 
 
-def _loss_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
+def loss_change(sums: Any, counts: Any, base_sums: Any, base_counts: Any, axis: int) -> Any:
+    """Mean loss minus the unedited one, in nats per token: sums and counts of sequences, summed over `axis`."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums.sum(axis) / counts.sum(axis) - base_sums.sum(axis) / base_counts.sum(axis)
 
