@@ -12,10 +12,14 @@ from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    BasinSettings,
     ProfileSettings,
     ScalingSettings,
+    ScheduleSettings,
+    basin,
     profile,
     scaling_sweep,
+    schedule,
     site_table,
     validate,
 )
@@ -25,14 +29,17 @@ from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "BasinSettings",
     "Batch",
     "LensGeometryError",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
+    "ScheduleSettings",
     "Text",
     "Tokens",
     "applied",
+    "basin",
     "decompose",
     "describe",
     "known_models",
@@ -44,6 +51,7 @@ __all__ = [
     "scale",
     "scale_components",
     "scaling_sweep",
+    "schedule",
     "site_table",
     "tokenize",
     "validate",

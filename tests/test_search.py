@@ -24,7 +24,7 @@ def test_a_valley_has_both_edges_to_the_tolerance():
     assert 1.68 <= high.inside <= 1.7
     assert low.outside < 0.3 < low.inside
     assert high.inside < 1.7 < high.outside
-    assert not (low.open or high.open or low.reentrant or high.reentrant)
+    assert not any((low.open, high.open, low.reentrant, high.reentrant))
 
 
 def test_a_flat_curve_is_open_to_the_limits_and_costs_the_grid_alone():
@@ -64,7 +64,7 @@ def test_a_re_entry_further_out_than_was_asked_for_is_not_looked_at():
 
 
 def test_a_bump_that_only_bisection_meets_shrinks_the_interval():
-    low, high, inside = find(lambda s: 2.0 if 1.55 < s < 1.7 or s > 1.72 else 0.0)  # 1.75 is out, then 1.625 is too
+    _, high, inside = find(lambda s: 2.0 if 1.55 < s < 1.7 or s > 1.72 else 0.0)  # 1.75 is out, then 1.625 is too
     assert 1.5 <= high.inside <= 1.55
     assert all(inside[x] for x in inside if 1 < x <= high.inside)
 
@@ -105,7 +105,7 @@ def test_whole_numbers_are_searched_to_the_last_one_inside():
 
 
 def test_limits_that_the_grid_does_not_meet_are_tried_themselves():
-    low, high, inside = find(lambda s: 0.0, Line(0.9, 1.7, 0.25, 0.02))
+    _, _, inside = find(lambda s: 0.0, Line(0.9, 1.7, 0.25, 0.02))
     assert sorted(inside) == [0.9, 1.25, 1.5, 1.7]
     assert find(lambda s: 0.0, Line(1.0, 1.2, 0.25, 0.02))[0] == (1.0, None, False)
 

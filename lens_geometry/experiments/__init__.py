@@ -1,7 +1,20 @@
 """WHY: one file per question. Each is a function of (model, data, settings) that returns a Result."""
 
+from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
+from lens_geometry.experiments.schedule import ScheduleSettings, schedule
 from lens_geometry.experiments.validate import site_table, validate
 
-__all__ = ["ProfileSettings", "ScalingSettings", "profile", "scaling_sweep", "site_table", "validate"]
+__all__ = [
+    "BasinSettings",
+    "ProfileSettings",
+    "ScalingSettings",
+    "ScheduleSettings",
+    "basin",
+    "profile",
+    "scaling_sweep",
+    "schedule",
+    "site_table",
+    "validate",
+]

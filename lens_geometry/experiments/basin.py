@@ -281,11 +281,6 @@ def _evaluation_rows(
             "kind": "evaluation",
             **_labels(target, settings),
             "scale": x,
-            "loss_change": found.value,
-            "loss_change_low": found.low,
-            "loss_change_high": found.high,
-            "loss_change_upper": found.upper,
             "inside": found.surely_under(settings.bound),
-            "n_nonfinite": found.n_nonfinite,
-            "status": found.status,
+            **found.columns(),
         }

@@ -40,19 +40,29 @@ class Change(NamedTuple):
         """Whether the change itself is under a bound and every loss finite."""
         return self.status != "nonfinite" and self.value < bound
 
+    def columns(self) -> dict[str, Any]:
+        """As a table has it."""
+        return {
+            "loss_change": self.value,
+            "loss_change_low": self.low,
+            "loss_change_high": self.high,
+            "loss_change_upper": self.upper,
+            "n_nonfinite": self.n_nonfinite,
+            "status": self.status,
+        }
+
 
 NO_CHANGE = Change(0.0, 0.0, 0.0, 0.0, 0, "ok")
 
 
 def change(found: SequenceLosses, base: SequenceLosses, seed: int) -> Change:
     """Change of loss between two runs of the same sequences, with its intervals."""
-    n_nonfinite = int(found.nonfinite.sum())
-    finite = (found.counts - found.nonfinite).astype(np.float64)
-    base_counts = base.counts.astype(np.float64)
-    value = float(loss_change(found.sums, finite, base.sums, base_counts, 0))
+    n_nonfinite = int(found.nonfinite.sum() + base.nonfinite.sum())
+    finite, base_finite = ((run.counts - run.nonfinite).astype(np.float64) for run in (found, base))
+    value = float(loss_change(found.sums, finite, base.sums, base_finite, 0))
     if n_nonfinite:
         return Change(value, math.nan, math.nan, math.nan, n_nonfinite, "nonfinite")
-    samples = [found.sums, finite, base.sums, base_counts]
+    samples = [found.sums, finite, base.sums, base_finite]
     low, high = bootstrap_interval(samples, loss_change, seed=seed)
     _, upper = bootstrap_interval(samples, loss_change, seed=seed, confidence=2 * ONE_SIDED - 1)
     return Change(value, low, high, upper, 0, "no_effect" if np.array_equal(found.sums, base.sums) else "ok")
