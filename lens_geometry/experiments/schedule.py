@@ -69,6 +69,10 @@ class ScheduleSettings(RunSettings):
         super().__post_init__()
         at_least(self, random_orders=0)
         check_positive(self, "budget")
+        for site in self.sites:
+            if site not in BRANCH:
+                cure = f"choose among {', '.join(BRANCH)}"
+                raise SiteError(f"site {site!r} is not, or not in, one branch whose output is compared", cure=cure)
         if not self.scales or not all(-math.inf < s < 1 for s in self.scales):
             raise DataError(f"scales are {self.scales!r}", cure="give one or more finite numbers below 1")
 
@@ -115,10 +119,6 @@ def schedule(
             cure="give more text, or shorter or more sequences (max_sequences of 4 or more)",
         )
     sites, left_out = available_sites(model, settings.sites, editing=True)
-    for site in sites:
-        if site not in BRANCH:
-            cure = f"choose among {', '.join(BRANCH)}"
-            raise SiteError(f"site {site!r} is not the output of one branch, whose change is compared", cure=cure)
     layers = parse_layers(settings.layers, inspect(model).n_layers)
     for target in dict.fromkeys(SITES[site].target for site in sites):
         check_effect(model, HOOKS[target].format(layers[0]))
@@ -137,7 +137,7 @@ def schedule(
     }
     rows: list[dict[str, Any]] = []
     for site in sites:
-        found = list(_rows(site, layers, halves, settings))
+        found = [row | {"budget": settings.budget} for row in _rows(site, layers, halves, settings)]
         rows += found
         left_out += _remarks(site, found)
     table = pd.DataFrame(rows).astype({"layer": "Int64", "step": "Int64", "n_sequences": "Int64"})
