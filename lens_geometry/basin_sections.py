@@ -43,7 +43,7 @@ def basin_section(table: pd.DataFrame, key: str) -> list[str]:
             basin_range(row, "_estimate"),
             *(number(row[f"{end}_loss_change"], signed=True) for end in ("low", "high")),
             "yes" if row["reentrant"] else "no",
-            str(row["n_evaluations"]),
+            str(int(row["n_evaluations"])),
         ]
         for _, row in rows.iterrows()
     ]

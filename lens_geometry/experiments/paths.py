@@ -65,17 +65,18 @@ def at_strength(path: Sequence[Step], strengths: Mapping[int, float], total: flo
     """The scales along a path where their total strength is `total`; the last step is done in part."""
     at: dict[int, float] = {}
     for layer, lower in path:
-        before, left = at.get(layer, 1.0), total - total_strength(at.items(), strengths)
-        if left <= 1e-12 * total:
+        left = total - total_strength(at.items(), strengths)
+        partly = round(at.get(layer, 1.0) - left / strengths[layer], 12)
+        at[layer] = max(lower, partly)
+        if partly >= lower:
             break
-        at[layer] = max(lower, round(before - left / strengths[layer], 12))
-    return tuple(sorted(at.items()))
+    return tuple(sorted((layer, s) for layer, s in at.items() if s < 1))
 
 
 def uniform(strengths: Mapping[int, float], total: float) -> Scales:
     """The one scale for all layers that has this total strength."""
-    whole = sum(strengths.values())
-    return tuple((layer, round(1.0 - total / whole, 12)) for layer in sorted(strengths)) if total > 0 else ()
+    scale = round(1.0 - total / math.fsum(strengths.values()), 12) if total > 0 else 1.0
+    return tuple((layer, scale) for layer in sorted(strengths)) if scale < 1 else ()
 
 
 def total_strength(scales: Iterable[tuple[int, float]], strengths: Mapping[int, float]) -> float:
