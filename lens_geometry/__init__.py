@@ -12,14 +12,18 @@ from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    BasinSettings,
     HeadSettings,
     ProfileSettings,
     ScalingSettings,
+    ScheduleSettings,
     StrengthSettings,
     applied_strength,
+    basin,
     head_sweep,
     profile,
     scaling_sweep,
+    schedule,
     site_table,
     validate,
 )
@@ -29,17 +33,20 @@ from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "BasinSettings",
     "Batch",
     "HeadSettings",
     "LensGeometryError",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
+    "ScheduleSettings",
     "StrengthSettings",
     "Text",
     "Tokens",
     "applied",
     "applied_strength",
+    "basin",
     "decompose",
     "describe",
     "head_sweep",
@@ -52,6 +59,7 @@ __all__ = [
     "scale",
     "scale_components",
     "scaling_sweep",
+    "schedule",
     "site_table",
     "tokenize",
     "validate",

@@ -9,30 +9,36 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import tyro
 
 from lens_geometry import models
+from lens_geometry.basin_plots import basin_range, basins
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    BasinSettings,
     HeadSettings,
     ProfileSettings,
     ScalingSettings,
+    ScheduleSettings,
     StrengthSettings,
     applied_strength,
+    basin,
     head_sweep,
     profile,
     scaling_sweep,
+    schedule,
     site_table,
     validate,
 )
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result
+from lens_geometry.runner import RunSettings
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
@@ -71,6 +77,7 @@ class Loading:
 
 LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
 HEADS, STRENGTH = HeadSettings(), StrengthSettings()
+BASIN, SCHEDULE = BasinSettings(), ScheduleSettings()
 
 
 def models_command() -> int:
@@ -150,6 +157,8 @@ def scale_command(
     text: str = DEFAULT_TEXT,
     out: Path = Path("results/scale"),
     settings: ScalingSettings = SCALING,
+    basin_bound: Annotated[float | None, tyro.conf.arg(name="basin")] = None,
+    schedule_budget: Annotated[float | None, tyro.conf.arg(name="schedule")] = None,
 ) -> int:
     """Sweep how much of the parallel and of the perpendicular part is kept, and see what the loss does.
 
@@ -162,9 +171,71 @@ def scale_command(
             "shuffled:austen" for its tokens in random order; "repeated-random" for random tokens said twice.
         out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
         settings: what is edited, and by how much.
+        basin_bound: also find the basin of each site and layer set under this change of loss (nats), into OUT/basin.
+        schedule_budget: also find scales for each layer of the first layer set under this joint change of loss (nats),
+            into OUT/schedule.
     """
-    result = scaling_sweep(loading.load(), load_text(text), settings, out=out)
+    shared = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
+    shared |= {name: getattr(settings, name) for name in ("sites", "grouping", "skip_position_0")}
+    searches: list[tuple[str, Callable[..., Result], Any, Callable[[pd.DataFrame], str]]] = []
+    if basin_bound is not None:  # settings that make no sense are refused before the sweep is run
+        basins = BasinSettings(**shared, layers=settings.layers, bound=basin_bound)
+        searches.append(("basin", basin, basins, _basin_summary))
+    if schedule_budget is not None:
+        schedules = ScheduleSettings(**shared, layers=settings.layers[0], budget=schedule_budget)
+        searches.append(("schedule", schedule, schedules, _schedule_summary))
+    model, data = loading.load(), load_text(text)
+    result = scaling_sweep(model, data, settings, out=out)
     print(_scaling_summary(result.table))
+    _saved(result, out)
+    for name, find, chosen, summary in searches:
+        result = find(model, data, chosen, out=out / name)
+        print(summary(result.table))
+        _saved(result, out / name)
+    return 0
+
+
+def basin_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/basin"),
+    settings: BasinSettings = BASIN,
+) -> int:
+    """Find the scales around 1 with a change of loss under a bound, for each site, layer set or head.
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry basin --sites attn value --layers all each --bound 0.05
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is edited, under which bound, and how the search goes.
+    """
+    result = basin(loading.load(), load_text(text), settings, out=out)
+    print(_basin_summary(result.table))
+    return _saved(result, out)
+
+
+def schedule_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/schedule"),
+    settings: ScheduleSettings = SCHEDULE,
+) -> int:
+    """Find per-layer scales whose joint change of loss stays under one budget, beside a uniform scale.
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry schedule --sites value_excl_self --budget 0.1
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journals, table.parquet, table.csv, meta.json and figure.html.
+        settings: which site and layers, under which budget.
+    """
+    result = schedule(loading.load(), load_text(text), settings, out=out)
+    print(_schedule_summary(result.table))
     return _saved(result, out)
 
 
@@ -263,6 +334,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "heads": heads_command,
     "strength": strength_command,
     "report": report_command,
+    "basin": basin_command,
+    "schedule": schedule_command,
 }
 
 
@@ -339,6 +412,36 @@ def _strength_summary(table: pd.DataFrame) -> str:
     columns = ["change_over_branch", "change_energy", "norm_ratio", "loss_change", "loss_per_strength"]
     shown = whole[columns].to_string(float_format="{:.3f}".format)
     return "all layers edited; strengths are means over layers and tokens, losses in nats per token\n" + shown
+
+
+def _basin_summary(table: pd.DataFrame) -> str:
+    """The basin of each target, and the one by the change itself."""
+    rows = basins(table)
+    shown = pd.DataFrame(
+        {
+            "basin": [basin_range(row) for _, row in rows.iterrows()],
+            "by the change itself": [basin_range(row, "_estimate") for _, row in rows.iterrows()],
+            "inside again": ["further out" if again else "" for again in rows["reentrant"]],
+        },
+        index=rows["label"].rename(None),
+    )
+    bound = f"scales with a change of loss under {rows['bound'].iloc[0]:g} nats (basin: with its 95 % upper end)\n"
+    return bound + shown.to_string()
+
+
+def _schedule_summary(table: pd.DataFrame) -> str:
+    """Per-layer scales of the schedule, and the loss of each variant on both halves."""
+    layers = table[(table["kind"] == "layer") & (table["variant"] == "greedy")]
+    scales = layers.pivot_table(index="layer", columns="site", values="scale", sort=False)
+    compared = table[table["kind"] == "comparison"]
+    index, columns = ["site", "variant", "strength"], "half"
+    change = compared.pivot_table(index=index, columns=columns, values="loss_change", sort=False)
+    return (
+        f"retained scale s_par of each layer, joint change of loss under {table['budget'].iloc[0]:g} nats\n"
+        f"{scales.to_string(float_format='{:.2f}'.format)}\n"
+        "change of loss (nats) at equal applied strength, where it was searched and held out\n"
+        + change.to_string(float_format="{:+.3f}".format)
+    )
 
 
 def _quiet() -> None:

@@ -58,6 +58,11 @@ class Tokens:
         """The real tokens that are scored."""
         return self.mask if self.scored is None else self.mask & self.scored
 
+    def take(self, rows: slice) -> Tokens:
+        """Some of the sequences. The provenance stays that of all."""
+        scored = None if self.scored is None else self.scored[rows]
+        return replace(self, ids=self.ids[rows], mask=self.mask[rows], scored=scored)
+
 
 def tokenize(
     model: Any,

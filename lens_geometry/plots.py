@@ -17,11 +17,21 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
+from lens_geometry.basin_plots import basin_figure, schedule_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
-__all__ = ["METRICS", "controls_figure", "figure", "profile_figure", "profile_heads_figure", "sweep_figure"]
+__all__ = [
+    "METRICS",
+    "basin_figure",
+    "controls_figure",
+    "figure",
+    "profile_figure",
+    "profile_heads_figure",
+    "schedule_figure",
+    "sweep_figure",
+]
 
 METRICS = {  # the panel's title, and whether its axis is logarithmic
     "parallel_ratio": ("parallel_ratio: parallel size / perpendicular size", True),
@@ -42,6 +52,10 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = heads_figure(table)
     elif experiment == "applied_strength":
         drawn = strength_figure(table)
+    elif experiment == "basin":
+        drawn = basin_figure(table)
+    elif experiment == "schedule":
+        drawn = schedule_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:

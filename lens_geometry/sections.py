@@ -10,6 +10,7 @@ import pandas as pd
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
 from lens_geometry.axes import interval, number
+from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
@@ -20,6 +21,8 @@ TITLES = {
     "scaling_sweep": "Component scaling",
     "head_sweep": "Single heads",
     "applied_strength": "Applied strength",
+    "basin": "Tolerance basin",
+    "schedule": "Schedule of scales by layer",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -51,6 +54,20 @@ SWEEP_WORDS = (
     "nothing is edited, so the change is zero by definition. Bars are 95 % intervals over sequences, paired "
     "with the unedited run. Axes of change are symmetric-log: even near zero, then every labelled step is a "
     "factor. A cross marks a condition where some losses were not finite and are left out."
+)
+BASIN_WORDS = (
+    "How far one component can be scaled before the loss notices, the other kept. The thick line is the basin: every "
+    "scale that was tried on it has a change of loss under the bound, and so has the one-sided 95 % upper end of "
+    "that change. The thin line is the same by the change itself. An arrow is an end where the search's limit was "
+    "reached without leaving; a hollow dot is a scale further out that is inside again. The interval holds for each "
+    "scale by itself, and a bump narrower than the search's first step can have been stepped over."
+)
+SCHEDULE_WORDS = (
+    "Layers are lowered one step at a time, always where a layer by itself adds the least loss for the change that "
+    "it makes in its branch's output, until the joint change of loss (with its one-sided 95 % upper end) would leave "
+    "the budget. Beside it stand one scale for all layers and random orders of the layers, all with the same "
+    "applied strength: the sum over layers of the mean over tokens of the change's size over that of the output. "
+    "The choice was made on half of the sequences; what it is worth is seen on the held-out half."
 )
 
 
@@ -195,6 +212,10 @@ def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
     return interval(value, low, high, signed=True).replace(" [", "\n[")
 
 
+def _sites_reading(words: str, table: pd.DataFrame) -> list[str]:
+    return _reading(words, {str(site): SITES.get(str(site), "") for site in table["site"].unique()})
+
+
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
     """The first rows of a table that has no section of its own."""
     rows = [
@@ -209,6 +230,8 @@ SECTIONS = {
     "scaling_sweep": sweep_section,
     "head_sweep": heads_section,
     "applied_strength": strength_section,
+    "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],
+    "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
 }
 
 

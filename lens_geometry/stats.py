@@ -18,7 +18,12 @@ QUANTILES = (0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95)
 
 
 def bootstrap_interval(
-    samples: Sequence[Floats], statistic: Callable[..., Floats], *, seed: int = 0, resamples: int = 2000
+    samples: Sequence[Floats],
+    statistic: Callable[..., Floats],
+    *,
+    seed: int = 0,
+    resamples: int = 2000,
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float]:
     """Percentile interval (95 %) of a statistic of paired samples, by resampling their common first axis.
 
@@ -33,7 +38,7 @@ def bootstrap_interval(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # all resamples alike: the interval is a point
         found = stats.bootstrap(
-            samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=CONFIDENCE,
+            samples, statistic, paired=True, vectorized=True, n_resamples=resamples, confidence_level=confidence,
             method="percentile", rng=np.random.default_rng(seed),
         )  # fmt: skip
     return float(found.confidence_interval.low), float(found.confidence_interval.high)

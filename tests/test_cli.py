@@ -80,6 +80,41 @@ def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     assert "tiny-random-llama" in (tmp_path / "report.html").read_text()
 
 
+def test_scale_finds_basins_and_a_schedule_too_when_asked_for(capsys, tmp_path):
+    few = ["--sequence-length", 16, "--max-sequences", 4, "--no-progress", "--sites", "mlp", "--controls"]
+    few += ["--parallel", 0, "--perpendicular", 0]
+    code, out, _ = run(capsys, "scale", *TINY, *few, "--basin", 0.2, "--schedule", 0.3, "--out", tmp_path)
+    assert code == 0
+    basins, schedules = (Result.load(tmp_path / name) for name in ("basin", "schedule"))
+    assert basins.experiment == "basin"
+    assert basins.meta["settings"]["bound"] == 0.2
+    assert basins.meta["settings"]["sites"] == ["mlp"]
+    assert schedules.meta["settings"]["budget"] == 0.3
+    assert Result.load(tmp_path).experiment == "scaling_sweep"
+    assert "a change of loss under 0.2 nats" in out
+    row = basins.table[basins.table["kind"] == "basin"].iloc[0]
+    assert f"{row['high']:.2f}" in out
+    assert "joint change of loss under 0.3 nats" in out
+    for variant in ("greedy", "uniform", "random 3"):
+        assert variant in out
+
+
+def test_basin_and_schedule_are_commands_that_resume(capsys, tmp_path):
+    few = ["--sequence-length", 16, "--max-sequences", 4, "--no-progress", "--sites", "value"]
+    for command, options in (("basin", ["--layers", "each", "--bound", 0.3]), ("schedule", ["--budget", 0.3])):
+        arguments = [command, *TINY, *few, *options, "--out", tmp_path / command]
+        code, first, _ = run(capsys, *arguments)
+        assert code == 0
+        journals = {path: path.read_text() for path in (tmp_path / command).glob("*.jsonl")}
+        assert journals
+        assert run(capsys, *arguments)[:2] == (0, first)
+        assert {path: path.read_text() for path in journals} == journals
+    assert "greedy" in first
+    assert "held_out" in first
+    assert "value, layer 3" not in first
+    assert len(Result.load(tmp_path / "basin").table.query("kind == 'basin'")) == 4
+
+
 def test_sites_shows_the_hooks_of_this_model(capsys, tmp_path):
     code, out, _ = run(capsys, "sites", "--model", "tiny-random-neox", "--out", tmp_path)
     assert code == 0
@@ -117,6 +152,8 @@ def test_models_lists_what_is_bundled(capsys):
         (["scale", *TINY, "--text", "repeated-random", "--sequence-length", "3"], "at least 4"),
         (["scale", *TINY, *SMALL, "--sites", "atn"], "attn"),
         (["scale", *TINY, *SMALL, "--layers", "77"], "layers 0 to 3"),
+        (["scale", *TINY, *SMALL, "--basin", "0"], "bound is 0"),
+        (["scale", *TINY, *SMALL, "--sites", "block", "--schedule", "0.1"], "one branch"),
         (["profile", *TINY, *SMALL, "--out", "/proc/nowhere"], "could not be written"),
     ],
 )

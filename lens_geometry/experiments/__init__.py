@@ -1,20 +1,26 @@
 """WHY: one file per question. Each is a function of (model, data, settings) that returns a Result."""
 
+from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
+from lens_geometry.experiments.schedule import ScheduleSettings, schedule
 from lens_geometry.experiments.strength import StrengthSettings, applied_strength
 from lens_geometry.experiments.validate import site_table, validate
 
 __all__ = [
+    "BasinSettings",
     "HeadSettings",
     "ProfileSettings",
     "ScalingSettings",
+    "ScheduleSettings",
     "StrengthSettings",
     "applied_strength",
+    "basin",
     "head_sweep",
     "profile",
     "scaling_sweep",
+    "schedule",
     "site_table",
     "validate",
 ]

@@ -165,6 +165,10 @@ class LayerStrength:
     counts: NDArray[np.int64]  # [sequence]
     undefined: int
 
+    def mean(self, name: str) -> float:
+        """The mean over tokens of one of `STRENGTHS`; 0 where no token has one."""
+        return float(self.sums[:, STRENGTHS.index(name)].sum() / max(1, self.counts.sum()))
+
 
 def branch_hook(site: Site) -> str:
     """The short name of the hook after the matrix that writes to the stream."""
