@@ -32,7 +32,7 @@ from lens_geometry.runner import (
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import HOOKS, SITES, Grouping, choose_layers
+from lens_geometry.sites import SITES, Grouping, choose_layers
 from lens_geometry.stats import bootstrap_interval
 
 
@@ -118,8 +118,8 @@ def scaling_sweep(
     sites, left_out = available_sites(model, settings.sites, editing=True)
     cells = list(dict.fromkeys(_cells(settings, sites)))
     layer_sets = {text: parse_layers(text, inspect(model).n_layers) for text in settings.layers}
-    for target, layers in {(SITES[site].target, layers) for site in sites for layers in layer_sets.values()}:
-        check_effect(model, HOOKS[target].format(layers[0]))
+    for hook in sorted({inspect(model).where(SITES[s], layers[0]) for s in sites for layers in layer_sets.values()}):
+        check_effect(model, hook)
     positions = slice(1, None) if settings.skip_position_0 else None
 
     def condition(cell: _Cell) -> Condition:
