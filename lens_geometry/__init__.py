@@ -12,8 +12,10 @@ from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    MlpSettings,
     ProfileSettings,
     ScalingSettings,
+    mlp_sweep,
     profile,
     scaling_sweep,
     site_table,
@@ -27,6 +29,7 @@ from lens_geometry.results import Result
 __all__ = [
     "Batch",
     "LensGeometryError",
+    "MlpSettings",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
@@ -39,6 +42,7 @@ __all__ = [
     "load_model",
     "load_text",
     "measure",
+    "mlp_sweep",
     "observe",
     "profile",
     "scale",

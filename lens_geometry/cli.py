@@ -20,8 +20,10 @@ from lens_geometry import models
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    MlpSettings,
     ProfileSettings,
     ScalingSettings,
+    mlp_sweep,
     profile,
     scaling_sweep,
     site_table,
@@ -65,7 +67,7 @@ class Loading:
         )
 
 
-LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
+LOADING, PROFILE, SCALING, MLP = Loading(), ProfileSettings(), ScalingSettings(), MlpSettings()
 
 
 def models_command() -> int:
@@ -161,6 +163,28 @@ def scale_command(
     return _saved(result, out)
 
 
+def mlp_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/mlp"),
+    settings: MlpSettings = MLP,
+) -> int:
+    """Scale the parts of what happens inside the MLP: its carrier, its slices' contributions, its output.
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry mlp --references normalised stream --layers all 1-
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is edited, and by how much.
+    """
+    result = mlp_sweep(loading.load(), load_text(text), settings, out=out)
+    print(_scaling_summary(result.table))
+    return _saved(result, out)
+
+
 def report_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -204,6 +228,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "profile": profile_command,
     "scale": scale_command,
     "report": report_command,
+    "mlp": mlp_command,
 }
 
 

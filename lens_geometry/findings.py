@@ -25,14 +25,15 @@ CONTROLS = {
 def findings(results: Sequence[Result]) -> list[str]:
     """Exactly three sentences: which update is most parallel, what removal costs, how the controls compare.
 
-    Taken from the first profile and the first scaling sweep among `results`; what is not there is said not
+    Taken from the first profile and the first scaling sweep (or else the first sweep of the MLP) among `results`;
+    what is not there is said not
     to be measured. To cost more is to have the higher change of loss. Two changes are called different only
     where their 95 % intervals are apart, or where one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
     tables = {result.experiment: result.table for result in reversed(results)}
-    profile, sweep = tables.get("profile"), tables.get("scaling_sweep")
+    profile, sweep = tables.get("profile"), tables.get("scaling_sweep", tables.get("mlp_sweep"))
     return [
         NO_PROFILE if profile is None else profile_sentence(profile),
         NO_REMOVAL if sweep is None else removal_sentence(sweep),

@@ -9,18 +9,21 @@ import pandas as pd
 
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
-from lens_geometry.axes import interval, number
+from lens_geometry.axes import interval, number, part_of
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
 SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
-TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling", "mlp_sweep": "Inside the MLP"}
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
     "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
     "block": "what the whole layer adds to the residual stream, against the layer's input",
     "value": "a head's attention-weighted sum of values, before W_O, against the token's own value",
     "value_excl_self": "the same sum over the other tokens only, against the token's own value",
+    "mlp_carrier": "the MLP's activations before W_out, in slices as wide as the stream, against the MLP's input",
+    "mlp_carrier_stream": "the same slices, against the stream that the MLP's input is normalised from",
+    "mlp_contribution": "what each slice writes to the stream through W_out, against the slice itself",
 }
 METRICS = {
     "parallel_ratio": "Size of the parallel part over size of the perpendicular part: at 1 they are equal.",
@@ -56,7 +59,9 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    inside = {"profile": profile_section, "scaling_sweep": sweep_section, "mlp_sweep": sweep_section}.get(
+        result.experiment, plain_section
+    )
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
@@ -95,7 +100,7 @@ def profile_section(table: pd.DataFrame, key: str) -> list[str]:
         for site in heads["site"].unique():
             drawn = plots.profile_heads_figure(heads[heads["site"] == site])
             drawn.update_layout(coloraxis={"cmin": scale.cmin, "cmax": scale.cmax, "colorbar": {"title": None}})
-            title = f"{site}, head by head"
+            title = f"{site}, {part_of(str(site))} by {part_of(str(site))}"
             figures.append(pieces.plot(drawn, f"{key}-heads-{site}", title, caption, switched=False))
     switches = "".join(map(pieces.site_switch, sites)) + pieces.role_switch("band", "middle 80 % of tokens", on=True)
     rows = []
@@ -215,7 +220,7 @@ def table_warnings(result: Result) -> list[str]:
             f"undefined ({', '.join(map(str, rows['site'].unique()))})."
             for metric, rows in left_out.groupby("metric", sort=False)
         ]
-    if result.experiment != "scaling_sweep":
+    if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]
     if len(lost):
