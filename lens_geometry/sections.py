@@ -59,9 +59,8 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section, "mlp_sweep": sweep_section}.get(
-        result.experiment, plain_section
-    )
+    sections = {"profile": profile_section, "scaling_sweep": sweep_section, "mlp_sweep": sweep_section}
+    inside = sections.get(result.experiment, plain_section)
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
