@@ -10,7 +10,7 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_geometry.errors import HookError, ModelError, SiteError
+from lens_geometry.geometry import sum_error
+from lens_geometry.mlp_anatomy import MlpFacts, mlp_facts
 from lens_geometry.sites import (
     GROUPINGS,
     HOOKS,
@@ -30,6 +32,7 @@ from lens_geometry.sites import (
     choose_layers,
     expand_kv,
 )
+from lens_geometry.slices import count_slices
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """How far an identity may be off on a live model, relative to the vectors in it, per dtype."""
@@ -43,14 +46,15 @@ class LayerFacts:
     """What one layer of a live model was seen to have.
 
     `shapes` maps the short names of the hooks that fired, in the order in which they fired, to their shapes
-    (batch and pos included); `errors` maps "attn", "mlp", "block" and "value" to the largest relative error
-    of that identity. Where the pattern is shown only after z, `score_scale` is the factor with which
-    softmax(factor q k^T) was found to be that pattern, if any was.
+    (batch and pos included); `errors` maps "attn", "mlp", "block", "value" and the sites inside the MLP to the largest
+    relative error of that identity. Where the pattern is shown only after z, `score_scale` is the factor with which
+    softmax(factor q k^T) was found to be that pattern, if any was. `mlp` says where the MLP shows its input and output.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     errors: Mapping[str, float]
     score_scale: float | None = None
+    mlp: MlpFacts = field(default_factory=MlpFacts)
 
     @property
     def n_heads(self) -> int:
@@ -59,6 +63,13 @@ class LayerFacts:
     @property
     def n_kv_heads(self) -> int:
         return self.shapes["v"][2] if "v" in self.shapes else 0
+
+    @property
+    def n_slices(self) -> int:
+        """How many slices of the stream's width the MLP's carrier has."""
+        if "mlp_post" not in self.shapes:
+            return 0
+        return count_slices(self.shapes["mlp_post"][-1], self.shapes["resid_pre"][-1])
 
 
 @dataclass(frozen=True)
@@ -80,14 +91,28 @@ class Anatomy:
 
     def reads(self, site: Site, layer: int, *, editing: bool = False) -> tuple[str, ...]:
         """The hooks that this model's site reads; for editing, before its target fires."""
-        if site.name == "mlp" and self.parallel:
+        if site.reads == ("resid_mid",) and self.parallel:
             return ("resid_pre",)
+        if site.reads == ("mlp_in",):
+            return (self.layers[layer].mlp.input,)
         if editing and "pattern" in site.reads and self.layers[layer].score_scale is not None:
             return ("v", "q", "k")  # the pattern is made from them in time
         return site.reads
 
+    def target(self, site: Site, layer: int) -> str:
+        """Short name of the hook that an edit of the site changes in this model."""
+        return self.layers[layer].mlp.output if site.name == "mlp_contribution" else site.target
+
+    def where(self, site: Site, layer: int) -> str:
+        """The full name of that hook."""
+        return HOOKS[self.target(site, layer)].format(layer)
+
     def identity(self, site: Site) -> str:
-        return PARALLEL_IDENTITY if self.parallel and site.name in ("attn", "mlp") else site.identity
+        """The sum that must hold for the site, in words."""
+        if site.name == "mlp_contribution" and self.target(site, 0) == "mlp_raw":
+            return site.identity.replace("mlp_out", "mlp.hook_out")
+        parallel = self.parallel and site.name in ("attn", "mlp", "mlp_carrier_stream")
+        return PARALLEL_IDENTITY if parallel else site.identity
 
     def error(self, site: Site, layer: int) -> float:
         """The largest relative error of the site's identity in a layer; NaN where it was not measured."""
@@ -97,23 +122,30 @@ class Anatomy:
     def refusal(self, site: Site, layer: int, *, editing: bool = False) -> str:
         """Why this layer does not have the site (or has it only to read), in a sentence; empty when it has it."""
         facts = self.layers[layer]
-        fired = list(facts.shapes)
-        missing = [name for name in (*self.reads(site, layer), site.target) if name not in fired]
+        if site.name in facts.mlp.refusals:
+            return facts.mlp.refusals[site.name]
+        fired, target = list(facts.shapes), self.target(site, layer)
+        missing = [name for name in (*self.reads(site, layer), target) if name not in fired]
         if missing:
             names = ", ".join(HOOKS[name].format(layer) for name in missing)
             return f"layer {layer} never fired {names}"
         error = self.error(site, layer)
         if not error <= self.tolerance:
+            wrong = f"{self.where(site, layer)} is not the update"
+            if site.name == "mlp_carrier":
+                wrong = f"no hook shows the MLP's input (nearest: {HOOKS[facts.mlp.input].format(layer)})"
+            elif site.name == "mlp_carrier_stream":
+                wrong = f"{HOOKS[self.reads(site, layer)[0]].format(layer)} is not the stream that the MLP works on"
+            elif site.name == "mlp_contribution":
+                wrong = f"no hook shows what W_out gives ({self.where(site, layer)} is after a norm or a multiplier)"
             return (
                 f"in layer {layer}, {self.identity(site)} does not hold (off by {error:.2g}, "
-                f"tolerance {self.tolerance:g}), so {HOOKS[site.target].format(layer)} is not the update"
+                f"tolerance {self.tolerance:g}), so {wrong}"
             )
-        late = [
-            name for name in self.reads(site, layer, editing=editing) if fired.index(name) > fired.index(site.target)
-        ]
+        late = [name for name in self.reads(site, layer, editing=editing) if fired.index(name) > fired.index(target)]
         if editing and late:
             return (
-                f"in layer {layer}, {HOOKS[late[0]].format(layer)} fires after {HOOKS[site.target].format(layer)} "
+                f"in layer {layer}, {HOOKS[late[0]].format(layer)} fires after {self.where(site, layer)} "
                 "(its attention is computed elsewhere), so the site can be measured but not edited"
             )
         return ""
@@ -144,7 +176,7 @@ def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
         (HOOKS[name].format(layer), keeper(layer, name))
         for layer in range(n_layers)
         for name in HOOKS
-        if HOOKS[name].format(layer) in points
+        if HOOKS[name].format(layer) in points and (name != "ln2_normalized" or _shows_no_mlp_input(points, layer))
     ]
     device = next(model.parameters()).device.type
     with at_rest(model), alone(points), attached(model, wanted), torch.autocast(device, enabled=False):
@@ -163,8 +195,8 @@ def inspect(model: Any, *, fresh: bool = False) -> Anatomy:
         dtype=first.dtype,
         parallel=parallel,
         layers=tuple(
-            LayerFacts({name: tuple(act.shape) for name, act in acts.items()}, _errors(acts, after), _score_scale(acts))
-            for acts, after in zip(seen, following, strict=True)
+            _layer_facts(acts, after, mlp_facts(model, layer, acts))
+            for layer, (acts, after) in enumerate(zip(seen, following, strict=True))
         ),
     )
     _anatomies[model] = anatomy
@@ -186,11 +218,16 @@ def require(
         if reason:
             raise SiteError(
                 f"this model has no site {site!r}: {reason}",
-                where=HOOKS[found.target].format(layer),
+                where=anatomy.where(found, layer),
                 cure="see `lens-geometry sites` for the sites it has, select other layers, or load the model as "
                 "another class (backend='hooked')",
             )
     return anatomy, found, chosen
+
+
+def n_vectors(site: Site, facts: LayerFacts, grouping: Grouping) -> int:
+    """How many vectors a token has at a site of this layer: head groups, slices, or 1. Raises as `n_groups` does."""
+    return {"head": n_groups(facts, grouping), "slice": facts.n_slices, "": 1}[site.axis]
 
 
 def n_groups(facts: LayerFacts, grouping: Grouping) -> int:
@@ -273,20 +310,32 @@ def at_rest(model: Any) -> Iterator[None]:
                 module.training = training
 
 
+def _shows_no_mlp_input(points: Mapping[str, Any], layer: int) -> bool:
+    """Whether the norm must be looked at for the MLP's input; not otherwise, since hooks may change how it computes."""
+    return not any(HOOKS[name].format(layer) in points for name in ("mlp_in", "mlp_in_linear"))
+
+
+def _layer_facts(acts: Activations, after: Activations, mlp: MlpFacts) -> LayerFacts:
+    shapes = {name: tuple(act.shape) for name, act in acts.items()}
+    return LayerFacts(shapes, {**_errors(acts, after), **mlp.errors}, _score_scale(acts), mlp)
+
+
 def _errors(acts: Activations, after: Activations) -> dict[str, float]:
     """The largest error per token of each identity that this layer's activations allow to check."""
     errors: dict[str, float] = {}
     has = acts.keys() >= {"resid_pre"}
     if has and "resid_mid" in acts:
         if "attn_out" in acts:
-            errors["attn"] = _off([acts["resid_pre"], acts["attn_out"]], acts["resid_mid"])
+            errors["attn"] = sum_error([acts["resid_pre"], acts["attn_out"]], acts["resid_mid"])
         if acts.keys() >= {"mlp_out", "resid_post"}:
-            errors["mlp"] = _off([acts["resid_mid"], acts["mlp_out"]], acts["resid_post"])
+            errors["mlp"] = sum_error([acts["resid_mid"], acts["mlp_out"]], acts["resid_post"])
     elif has and acts.keys() >= {"attn_out", "mlp_out", "resid_post"}:
         parts = [acts["resid_pre"], acts["attn_out"], acts["mlp_out"]]
-        errors["attn"] = errors["mlp"] = _off(parts, acts["resid_post"])
+        errors["attn"] = errors["mlp"] = sum_error(parts, acts["resid_post"])
+    if "mlp" in errors:
+        errors["mlp_carrier_stream"] = errors["mlp"]
     if "resid_post" in acts:
-        errors["block"] = _off([after["resid_pre"]], acts["resid_post"]) if "resid_pre" in after else 0.0
+        errors["block"] = sum_error([after["resid_pre"]], acts["resid_post"]) if "resid_pre" in after else 0.0
     if acts.keys() >= {"v", "pattern", "z"}:
         errors["value"] = attention_error(acts["pattern"], acts["v"], acts["z"])
     return errors
@@ -308,14 +357,4 @@ def attention_error(pattern: Tensor, v: Tensor, z: Tensor) -> float:
     values = expand_kv(v, z.shape[2]).cpu().double()
     if pattern.shape[-1] != values.shape[1]:
         return float("inf")
-    return _off([torch.einsum("bhqk,bkhd->bqhd", pattern.cpu().double(), values)], z)
-
-
-def _off(parts: list[Tensor], whole: Tensor) -> float:
-    """max over tokens of |sum of parts - whole| / the largest norm among them."""
-    if any(part.shape != whole.shape for part in parts):
-        return float("inf")
-    vectors = [part.cpu().double() for part in (*parts, whole)]  # MPS has no float64
-    gap = torch.stack(vectors[:-1]).sum(0) - vectors[-1]
-    size = torch.stack([vector.norm(dim=-1) for vector in vectors]).amax(0)
-    return float((gap.norm(dim=-1) / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+    return sum_error([torch.einsum("bhqk,bkhd->bqhd", pattern.cpu().double(), values)], z)

@@ -28,12 +28,19 @@ STYLE = {  # the colours of Okabe and Ito, and a marker that tells sites apart w
     "value_excl_self": ("#CC79A7", "triangle-down"),
     "mlp_carrier": ("#56B4E9", "pentagon"),
     "mlp_contribution": ("#B8A800", "hexagon"),
+    "mlp_carrier_stream": ("#0F7F8C", "star"),
 }
+SLICED = ("mlp_carrier", "mlp_carrier_stream", "mlp_contribution")
 
 
 def style(site: str) -> tuple[str, str]:
     """Colour and plotly marker symbol of a site, the same in every figure; grey for one that is not known."""
     return STYLE.get(site, (INK, "cross"))
+
+
+def part_of(site: str) -> str:
+    """What a site's vectors are numbered by in a table's column `head`: the heads, or the slices of the carrier."""
+    return "slice" if site in SLICED else "head"
 
 
 def require(table: pd.DataFrame, columns: str, what: str) -> None:

@@ -23,6 +23,7 @@ from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     BasinSettings,
     HeadSettings,
+    MlpSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -30,6 +31,7 @@ from lens_geometry.experiments import (
     applied_strength,
     basin,
     head_sweep,
+    mlp_sweep,
     profile,
     scaling_sweep,
     schedule,
@@ -78,6 +80,7 @@ class Loading:
 LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
 HEADS, STRENGTH = HeadSettings(), StrengthSettings()
 BASIN, SCHEDULE = BasinSettings(), ScheduleSettings()
+MLP = MlpSettings()
 
 
 def models_command() -> int:
@@ -284,6 +287,28 @@ def strength_command(
     return _saved(result, out)
 
 
+def mlp_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/mlp"),
+    settings: MlpSettings = MLP,
+) -> int:
+    """Scale the parts of what happens inside the MLP: its carrier, its slices' contributions, its output.
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry mlp --references normalised stream --layers all 1-
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is edited, and by how much.
+    """
+    result = mlp_sweep(loading.load(), load_text(text), settings, out=out)
+    print(_scaling_summary(result.table))
+    return _saved(result, out)
+
+
 def report_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -336,6 +361,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "report": report_command,
     "basin": basin_command,
     "schedule": schedule_command,
+    "mlp": mlp_command,
 }
 
 

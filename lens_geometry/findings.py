@@ -148,6 +148,7 @@ def strength_sentence(table: pd.DataFrame) -> str:
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
+    "mlp_sweep": (removal_sentence,),
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
 }

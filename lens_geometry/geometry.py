@@ -8,6 +8,7 @@ Source: "Disentangling Representation Evolution in Transformers through Directio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,6 +165,19 @@ def metrics_of(found: Lengths) -> dict[str, Tensor]:
             found.update == 0, torch.zeros_like(found.update), found.update / found.reference
         ),
     }
+
+
+def sum_error(parts: Sequence[Tensor], whole: Tensor) -> float:
+    """How far parts are from adding up: max over tokens of |sum of parts - whole| / the largest norm among them.
+
+    In float64; inf when the shapes differ, NaN when something is not finite.
+    """
+    if any(part.shape != whole.shape for part in parts):
+        return float("inf")
+    vectors = [part.cpu().double() for part in (*parts, whole)]  # MPS has no float64
+    gap = torch.stack(vectors[:-1]).sum(0) - vectors[-1]
+    size = torch.stack([vector.norm(dim=-1) for vector in vectors]).amax(0)
+    return float((gap.norm(dim=-1) / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
 
 
 def _prepare(update: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:

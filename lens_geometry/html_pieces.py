@@ -15,6 +15,7 @@ from lens_geometry.axes import style
 GLYPHS = {
     "circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "triangle-down": "▼", "pentagon": "⬟",
     "hexagon": "⬢", "diamond-open": "◇", "square-open": "□", "triangle-up-open": "△", "star-open": "☆",
+    "star": "★",
 }  # fmt: skip
 DASHES = {"dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
 

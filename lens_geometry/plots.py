@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
+from lens_geometry.axes import add_line, interval, log_ticks, number, panels, part_of, require, style
 from lens_geometry.basin_plots import basin_figure, schedule_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
@@ -46,7 +46,7 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
     """The figure of an experiment's result; `ResultError` for an experiment that has none."""
     if experiment == "profile":
         drawn = profile_figure(table)
-    elif experiment == "scaling_sweep":
+    elif experiment in ("scaling_sweep", "mlp_sweep"):
         drawn = sweep_figure(table, quantities=tuple(UNITS))
     elif experiment == "head_sweep":
         drawn = heads_figure(table)
@@ -125,7 +125,7 @@ def _profile_points(rows: pd.DataFrame, low: float, high: float, log: bool) -> p
 def _profile_hover(rows: pd.DataFrame) -> list[str]:
     return [
         f"<b>{html.escape(row.site)}</b>, layer {row.layer}"
-        + ("" if pd.isna(row.head) else f", head {row.head}")
+        + ("" if pd.isna(row.head) else f", {part_of(row.site)} {row.head}")
         + f"<br>{row.metric} {interval(row.mean, row.ci_low, row.ci_high)}"
         f"<br>middle 80 %: {number(row.q10)} to {number(row.q90)}"
         f"<br>mean of {row.n_tokens:,}, {row.n_infinite + row.n_undefined:,} left out (infinite, undefined)"
@@ -142,7 +142,7 @@ def _band(points: pd.DataFrame, site: str) -> go.Scatter:
 
 
 def profile_heads_figure(table: pd.DataFrame, metric: str = "parallel_fraction") -> go.Figure:
-    """A map of layer by head for every site that has heads: the mean over tokens of `metric`.
+    """A map of layer by head (or slice) for every site that has them: the mean over tokens of `metric`.
 
     All sites share one colour scale, around zero for a signed metric. A cross marks a head without a finite
     mean. `ResultError` when no site has heads.
@@ -166,7 +166,7 @@ def profile_heads_figure(table: pd.DataFrame, metric: str = "parallel_fraction")
         cells.update(text=grid["mark"].fillna(""), texttemplate="%{text}", hovertext=grid["hover"].fillna(""))
         cells.update(hovertemplate="%{hovertext}<extra></extra>", meta={"site": site, "role": "heads"})
         drawn.add_trace(cells, row=row, col=1)
-        drawn.update_yaxes(title_text="head", dtick=max(1, len(means) // 8), showgrid=False, row=row, col=1)
+        drawn.update_yaxes(title_text=part_of(str(site)), dtick=max(1, len(means) // 8), showgrid=False, row=row, col=1)
         drawn.update_xaxes(title_text="layer", showgrid=False, row=row, col=1)
     colours = {"colorscale": "RdBu" if low < 0 < high else "Viridis", "cmin": limits[0], "cmax": limits[1]}
     bar = {"thickness": 12, "outlinewidth": 0, "title": {"text": metric, "side": "right"}}

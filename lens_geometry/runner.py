@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from lens_geometry.errors import DataError, HookError, ModelError, ResultError
 from lens_geometry.metrics import SequenceLosses, sequence_losses
 from lens_geometry.prefix import can_start_inside, starting_at
 from lens_geometry.results import jsonable, versions
-from lens_geometry.sites import HOOKS
+from lens_geometry.sites import HOOKS, SITES
 
 
 @dataclass(frozen=True)
@@ -373,6 +373,13 @@ def check_effect(model: Any, hook_name: str) -> None:
             where=hook_name,
             cure="use another site, or load the model as another class (backend='hooked' or 'bridge')",
         )
+
+
+def check_effects(model: Any, sites: Iterable[str], layers: Iterable[int]) -> None:
+    """`check_effect` of the hooks that edits of these sites change in these layers."""
+    anatomy, layers = inspect(model), tuple(layers)
+    for hook in sorted({anatomy.where(SITES[site], layer) for site in sites for layer in layers}):
+        check_effect(model, hook)
 
 
 def _nonfinite_base(model: Any, tokens: Tokens, losses: SequenceLosses) -> ModelError:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
-from lens_geometry.axes import interval, number
+from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.results import Result
@@ -19,6 +19,7 @@ SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in wo
 TITLES = {
     "profile": "Directional profile",
     "scaling_sweep": "Component scaling",
+    "mlp_sweep": "Inside the MLP",
     "head_sweep": "Single heads",
     "applied_strength": "Applied strength",
     "basin": "Tolerance basin",
@@ -30,6 +31,9 @@ SITES = {
     "block": "what the whole layer adds to the residual stream, against the layer's input",
     "value": "a head's attention-weighted sum of values, before W_O, against the token's own value",
     "value_excl_self": "the same sum over the other tokens only, against the token's own value",
+    "mlp_carrier": "the MLP's activations before W_out, in slices as wide as the stream, against the MLP's input",
+    "mlp_carrier_stream": "the same slices, against the stream that the MLP's input is normalised from",
+    "mlp_contribution": "what each slice writes to the stream through W_out, against the slice itself",
 }
 METRICS = {
     "parallel_ratio": "Size of the parallel part over size of the perpendicular part: at 1 they are equal.",
@@ -118,7 +122,7 @@ def profile_section(table: pd.DataFrame, key: str) -> list[str]:
         for site in heads["site"].unique():
             drawn = plots.profile_heads_figure(heads[heads["site"] == site])
             drawn.update_layout(coloraxis={"cmin": scale.cmin, "cmax": scale.cmax, "colorbar": {"title": None}})
-            title = f"{site}, head by head"
+            title = f"{site}, {part_of(str(site))} by {part_of(str(site))}"
             figures.append(pieces.plot(drawn, f"{key}-heads-{site}", title, caption, switched=False))
     switches = "".join(map(pieces.site_switch, sites)) + pieces.role_switch("band", "middle 80 % of tokens", on=True)
     rows = []
@@ -228,6 +232,7 @@ def plain_section(table: pd.DataFrame, key: str) -> list[str]:
 SECTIONS = {
     "profile": profile_section,
     "scaling_sweep": sweep_section,
+    "mlp_sweep": sweep_section,
     "head_sweep": heads_section,
     "applied_strength": strength_section,
     "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],
@@ -252,7 +257,7 @@ def table_warnings(result: Result) -> list[str]:
             f"undefined ({', '.join(map(str, rows['site'].unique()))})."
             for metric, rows in left_out.groupby("metric", sort=False)
         ]
-    if result.experiment != "scaling_sweep":
+    if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]
     if len(lost):

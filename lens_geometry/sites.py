@@ -19,10 +19,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_geometry.errors import SiteError
+from lens_geometry.slices import contributions, join_slices, split_carrier
 
 Activations = Mapping[str, Tensor]
 Grouping = Literal["each", "kv_group", "merged"]
 GROUPINGS: tuple[Grouping, ...] = ("each", "kv_group", "merged")
+Axis = Literal["", "head", "slice"]
 
 HOOKS = {
     "resid_pre": "blocks.{}.hook_resid_pre",
@@ -33,6 +35,12 @@ HOOKS = {
     "z": "blocks.{}.attn.hook_z",
     "attn_out": "blocks.{}.hook_attn_out",
     "resid_mid": "blocks.{}.hook_resid_mid",
+    "ln2_normalized": "blocks.{}.ln2.hook_normalized",
+    "mlp_in": "blocks.{}.mlp.hook_in",
+    "mlp_in_linear": "blocks.{}.mlp.in.hook_in",
+    "mlp_pre": "blocks.{}.mlp.hook_pre",
+    "mlp_post": "blocks.{}.mlp.hook_post",
+    "mlp_raw": "blocks.{}.mlp.hook_out",
     "mlp_out": "blocks.{}.hook_mlp_out",
     "resid_post": "blocks.{}.hook_resid_post",
 }
@@ -47,17 +55,26 @@ class Site:
         name: the field's name for it.
         target: short name of the hook that an edit changes; the update is all or part of it.
         reads: short names of the hooks that must have fired before, for the reference.
-        has_heads: whether vectors live in value space, with a head axis.
-        vectors: `(activations, reads) -> (update, reference)`, both [batch, pos, (head,) d].
+        axis: what a token has several vectors of: "head" in value space, "slice" inside the MLP, "" nothing.
+        vectors: activations -> (update, reference), both [batch, pos, (head or slice,) d].
         identity: the sum that must hold on a live model, in words.
+        merge: `(change of the update, target's activation) -> change of the target`, for updates that are not
+            laid out as their target is.
+        padded: whether the last vector of a token is filled up with components that the target does not have.
     """
 
     name: str
     target: str
     reads: tuple[str, ...]
-    has_heads: bool
+    axis: Axis
     vectors: Callable[[Activations], tuple[Tensor, Tensor]]
     identity: str
+    merge: Callable[[Tensor, Tensor], Tensor] = lambda change, target: change
+    padded: bool = False
+
+    @property
+    def has_heads(self) -> bool:
+        return self.axis == "head"
 
 
 def expand_kv(v: Float[Tensor, "batch pos kv d"], n_heads: int) -> Float[Tensor, "batch pos head d"]:
@@ -116,30 +133,59 @@ def _mlp_reference(acts: Activations) -> Tensor:
     return acts["resid_mid"] if "resid_mid" in acts else acts["resid_pre"]
 
 
+def _carrier(acts: Activations, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """The slices of the carrier, each against the same vector of the stream's width."""
+    update = split_carrier(acts["mlp_post"], reference.shape[-1])
+    return update, repeat(reference, "batch pos d -> batch pos slice d", slice=update.shape[2])
+
+
+def _contribution(acts: Activations) -> tuple[Tensor, Tensor]:
+    update = contributions(acts["mlp_post"], acts["W_out"])
+    return update, split_carrier(acts["mlp_post"], update.shape[-1])
+
+
 SITES: Mapping[str, Site] = {
     site.name: site
     for site in (
         Site(
-            "attn", "attn_out", ("resid_pre",), False,
+            "attn", "attn_out", ("resid_pre",), "",
             lambda acts: (acts["attn_out"], acts["resid_pre"]),
             "resid_pre + attn_out = resid_mid",
         ),
         Site(
-            "mlp", "mlp_out", ("resid_mid",), False,
+            "mlp", "mlp_out", ("resid_mid",), "",
             lambda acts: (acts["mlp_out"], _mlp_reference(acts)),
             "resid_mid + mlp_out = resid_post",
         ),
         Site(
-            "block", "resid_post", ("resid_pre",), False,
+            "block", "resid_post", ("resid_pre",), "",
             _block,
             "resid_post of a layer = resid_pre of the next",
         ),
-        Site("value", "z", ("v",), True, _value, "z = pattern @ v"),
-        Site("value_excl_self", "z", ("v", "pattern"), True, _value_excl_self, "z = pattern @ v"),
+        Site("value", "z", ("v",), "head", _value, "z = pattern @ v"),
+        Site("value_excl_self", "z", ("v", "pattern"), "head", _value_excl_self, "z = pattern @ v"),
         Site(
-            "resid", "resid_pre", (), False,
+            "resid", "resid_pre", (), "",
             lambda acts: (acts["resid_pre"], acts["resid_pre"]),
             "resid_pre is read by the block",
+        ),
+        Site(
+            "mlp_carrier", "mlp_post", ("mlp_in",), "slice",
+            lambda acts: _carrier(acts, acts["x"]),
+            "hook_pre = x @ W_in + b_in (W_gate, b_gate if gated)",
+            lambda change, target: join_slices(change, target.shape[-1]), padded=True,
+        ),
+        Site(
+            "mlp_carrier_stream", "mlp_post", ("resid_mid",), "slice",
+            lambda acts: _carrier(acts, _mlp_reference(acts)),
+            "resid_mid + mlp_out = resid_post",
+            lambda change, target: join_slices(change, target.shape[-1]), padded=True,
+        ),
+        Site(
+            "mlp_contribution", "mlp_out", ("mlp_post",), "slice",
+            _contribution,
+            "hook_post @ W_out + b_out = mlp_out",
+            lambda change, target: change.sum(2),
         ),
     )
 }  # fmt: skip
@@ -153,9 +199,9 @@ def choose_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
     return _choose(layers, n_layers, "layer")
 
 
-def choose_heads(heads: Any, n_heads: int) -> tuple[int, ...]:
-    """As `choose_layers`, for heads (or head groups)."""
-    return _choose(heads, n_heads, "head")
+def choose_heads(heads: Any, n_heads: int, what: str = "head") -> tuple[int, ...]:
+    """As `choose_layers`, for heads (or head groups), or for what else a token has several vectors of."""
+    return _choose(heads, n_heads, what)
 
 
 def indices(which: Any, what: str, cure: str) -> list[int]:

@@ -41,8 +41,9 @@ def main(demo: Path) -> None:
     figure.write_html(demo / "sweep.html", config={"displayModeBar": False, "staticPlot": True})
 
 
-def cell(row: pd.Series) -> str:
-    return f"{row.loss_change:+.2f} ({row.loss_change_low:+.2f} to {row.loss_change_high:+.2f})"
+def cell(row: pd.Series, digits: int = 2) -> str:
+    ends = (row.loss_change, row.loss_change_low, row.loss_change_high)
+    return "{} ({} to {})".format(*(f"{value:+.{digits}f}" for value in ends))
 
 
 if __name__ == "__main__":

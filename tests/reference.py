@@ -31,8 +31,8 @@ def numbers(u, r):
     }
 
 
-def vectors(cache, site, layer, grouping="each"):
-    """{(sequence, position, head): (update, reference)} from a run_with_cache, as lists of floats."""
+def vectors(cache, site, layer, grouping="each", w_out=None):
+    """{(sequence, position, head or slice): (update, reference)} from a run_with_cache, as lists of floats."""
     get = lambda name: cache[f"blocks.{layer}.{name}"].tolist()  # noqa: E731
     found = {}
     if site in ("value", "value_excl_self"):
@@ -59,6 +59,8 @@ def vectors(cache, site, layer, grouping="each"):
                 for g, heads in enumerate(groups):
                     found[b, t, g] = tuple([x for h in heads for x in single[h][i]] for i in (0, 1))
         return found
+    if site.startswith("mlp_"):
+        return inside_the_mlp(cache, site, layer, w_out)
     before = get("hook_resid_pre")
     update = {"attn": "hook_attn_out", "mlp": "hook_mlp_out", "block": "hook_resid_post"}[site]
     after = get(update)
@@ -71,6 +73,46 @@ def vectors(cache, site, layer, grouping="each"):
                 u = [x - y for x, y in zip(u, before[b][t], strict=True)]
             found[b, t, 0] = (u, r)
     return found
+
+
+def inside_the_mlp(cache, site, layer, w_out):
+    """The slices of the carrier, component by component; w_out[i][j] is what component i adds to stream j."""
+    get = lambda name: cache[f"blocks.{layer}.{name}"].tolist()  # noqa: E731
+    post, mid = get("mlp.hook_post"), f"blocks.{layer}.hook_resid_mid"
+    stream = get("hook_resid_mid" if mid in cache else "hook_resid_pre")
+    x = stream if site == "mlp_carrier_stream" else get("mlp.hook_in")
+    found = {}
+    for b in range(len(post)):
+        for t in range(len(post[b])):
+            width, d_mlp, start, g = len(stream[b][t]), len(post[b][t]), 0, 0
+            while start < d_mlp:
+                piece = [post[b][t][start + i] if start + i < d_mlp else 0.0 for i in range(width)]
+                if site == "mlp_contribution":
+                    rows = range(start, min(start + width, d_mlp))
+                    y = [math.fsum(w_out[i][j] * post[b][t][i] for i in rows) for j in range(width)]
+                    found[b, t, g] = (y, piece)
+                else:
+                    found[b, t, g] = (piece, list(x[b][t]))
+                start, g = start + width, g + 1
+    return found
+
+
+def edited_mlp(cache, site, layer, s_par, s_perp, w_out, b_out=None, chosen=None):
+    """What the edited hook must hold, [sequence][position]: the carrier, or the MLP's output."""
+    post = cache[f"blocks.{layer}.mlp.hook_post"].tolist()
+    made = [[[] for _ in row] for row in post]
+    for (b, t, g), (u, r) in sorted(inside_the_mlp(cache, site, layer, w_out).items()):
+        _, parallel, perpendicular = split(u, r)
+        new = [s_par * p + s_perp * q for p, q in zip(parallel, perpendicular, strict=True)]
+        made[b][t].append(new if chosen is None or g in chosen else u)
+    for b in range(len(post)):
+        for t in range(len(post[b])):
+            if site == "mlp_contribution":
+                bias = [0.0] * len(made[b][t][0]) if b_out is None else b_out
+                made[b][t] = [math.fsum(parts) for parts in zip(bias, *made[b][t], strict=True)]
+            else:
+                made[b][t] = [x for piece in made[b][t] for x in piece][: len(post[b][t])]
+    return made
 
 
 def edited_target(cache, site, layer, s_par, s_perp, grouping="each"):

@@ -26,7 +26,7 @@ def test_every_site_holds_its_identity_on_every_architecture(name, backend):
     anatomy = inspect(zoo.build(name, backend))
     assert anatomy.n_layers == 4
     assert anatomy.parallel == (name in zoo.PARALLEL)
-    for site in SITES.values():
+    for site in (site for key, site in SITES.items() if key not in zoo.lacks(name, backend)):
         for layer in range(4):
             assert anatomy.refusal(site, layer) == ""
             assert anatomy.error(site, layer) < 1e-6

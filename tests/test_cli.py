@@ -59,6 +59,20 @@ def test_scale_and_profile_take_texts_that_are_not_prose(capsys, tmp_path, text,
     assert ("only the repeat is scored" in Result.load(tmp_path).meta["token_mask"]) == (text == "repeated-random")
 
 
+def test_mlp_sweeps_the_sites_inside_the_mlp_and_resumes(capsys, tmp_path):
+    arguments = ["mlp", *TINY, *SMALL, "--parallel", 0, "--perpendicular", 0, "--controls", "gain", "--out", tmp_path]
+    code, first, _ = run(capsys, *arguments)
+    assert code == 0
+    assert {p.name for p in tmp_path.iterdir()} >= {"table.parquet", "table.csv", "meta.json", "figure.html"}
+    result = Result.load(tmp_path)
+    assert result.experiment == "mlp_sweep"
+    assert set(result.table["site"]) == {"mlp", "mlp_carrier", "mlp_contribution"}
+    assert run(capsys, *arguments)[:2] == (0, first)
+    code, _, _ = run(capsys, *arguments[:-1], tmp_path / "both", "--references", "stream")
+    assert code == 0
+    assert "mlp_carrier" not in set(Result.load(tmp_path / "both").table["site"])
+
+
 def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     code, out, _ = run(
         capsys,
@@ -120,7 +134,7 @@ def test_sites_shows_the_hooks_of_this_model(capsys, tmp_path):
     assert code == 0
     assert "resid_pre + attn_out + mlp_out = resid_post" in out
     assert "blocks.L.attn.hook_z" in out
-    assert len(Result.load(tmp_path).table) == 6
+    assert len(Result.load(tmp_path).table) == 9
 
 
 def test_validate_passes_on_a_sound_model_and_fails_with_1_on_a_check_that_fails(capsys, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from lens_geometry import fetch, models
 from lens_geometry.data import load_text, tokenize
 from lens_geometry.edits import applied, scale
 from lens_geometry.errors import ModelError
-from lens_geometry.experiments import profile, scaling_sweep
+from lens_geometry.experiments import mlp_sweep, profile, scaling_sweep
 from lens_geometry.metrics import sequence_losses
 
 pytestmark = pytest.mark.slow
@@ -59,6 +59,19 @@ def test_removing_the_perpendicular_part_is_far_worse_at_every_site(backend: str
         assert change[site, "parallel", 1.0] == 0.0
         assert change[site, "perpendicular", 0.0] > 4 * change[site, "parallel", 0.0] > 0.5
     assert change["value", "parallel", 0.0] > change["value_excl_self", "parallel", 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inside_the_mlp_the_last_slice_is_padded_and_directions_matter_too(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    grid = {"parallel": (0.0,), "perpendicular": (0.0,), "controls": (), "progress": False}
+    sizes = {"max_sequences": 2, "sequence_length": 64, "references": ("normalised", "stream")}
+    result = mlp_sweep(model, load_text("austen"), **sizes, **grid)
+    assert result.meta["slices"] == {"d_mlp": 1536, "width": 576, "count": 3, "last_width": 384}
+    change = result.table.set_index(["site", "component", "scale"])["loss_change"]
+    for site in ("mlp", "mlp_carrier", "mlp_carrier_stream", "mlp_contribution"):
+        assert change[site, "parallel", 1.0] == 0.0
+        assert change[site, "perpendicular", 0.0] > 4 * abs(change[site, "parallel", 0.0])
 
 
 @pytest.mark.skipif(zoo.MAJOR > 3, reason="TransformerLens 4 has no HookedTransformer")

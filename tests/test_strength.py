@@ -10,7 +10,8 @@ from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments import applied_strength, profile, scaling_sweep
 
 QUIET = {"progress": False, "max_sequences": None}
-BRANCH = {"attn": "hook_attn_out", "value": "hook_attn_out", "value_excl_self": "hook_attn_out", "mlp": "hook_mlp_out"}
+ATTENTION, MLP = ("attn", "value", "value_excl_self"), ("mlp", "mlp_carrier", "mlp_contribution")
+BRANCH = {**dict.fromkeys(ATTENTION, "hook_attn_out"), **dict.fromkeys(MLP, "hook_mlp_out")}
 
 
 def branch(model, ids, name, hooks=()):

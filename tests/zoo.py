@@ -7,6 +7,7 @@ have comparable norms, and norm weights and all biases matter. Building never to
     model = zoo.build("llama_gqa")  # TransformerBridge, float32, shared between tests
     model = zoo.build("llama_gqa", "hooked")  # HookedTransformer, the same weights (TransformerLens 3 only)
     model = zoo.build("gpt2", dtype=torch.float64, fresh=True)  # a copy of one's own, safe to change
+    model = zoo.build("gpt2", d_mlp=100)  # an MLP that is no multiple of d_model wide
     @pytest.mark.parametrize(("name", "backend"), zoo.cases())  # collecting builds nothing
 """
 
@@ -61,6 +62,7 @@ _SPECIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 NAMES = tuple(_SPECIES)
 PARALLEL = ("neox",)  # attention and MLP read the same stream
+WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")  # what configurations call d_mlp
 NOT_ADDITIVE = ("opt_post_norm",)  # the stream itself is normalised: no branch's output is what is added
 
 # name -> (TransformerLens' converter, what its HookedTransformer needs beyond the common settings)
@@ -106,6 +108,15 @@ def cases(*backends: str, exclude: tuple[str, ...] = ()) -> list[tuple[str, str]
     return [(name, backend) for name, backend in pairs if name not in exclude and (not backends or backend in backends)]
 
 
+def lacks(name: str, backend: str) -> set[str]:
+    """The sites that this animal does not have."""
+    if name == "moe":
+        return {"mlp_carrier", "mlp_carrier_stream", "mlp_contribution"}
+    if name == "opt_post_norm":
+        return {"attn", "mlp", "mlp_carrier_stream"}
+    return {"mlp_contribution"} if name.startswith("gemma") and backend == "hooked" else set()
+
+
 def build(
     name: str,
     backend: str = "bridge",
@@ -113,17 +124,19 @@ def build(
     *,
     tokenizer: bool = False,
     seed: int = 0,
+    d_mlp: int = D_MLP,
     fresh: bool = False,
 ) -> Any:
     """One animal of the zoo, in evaluation mode; the same object for the same arguments unless `fresh`."""
     if (name, backend) not in cases():
         raise KeyError(f"the zoo has no {name!r} as {backend!r} under TransformerLens {MAJOR}")
-    return (_build if fresh else _cached)(name, backend, dtype, tokenizer, seed)
+    return (_build if fresh else _cached)(name, backend, dtype, tokenizer, seed, d_mlp)
 
 
-def hugging_face(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def hugging_face(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, d_mlp: int = D_MLP) -> Any:
     """The Hugging Face model whose weights the backends "bridge" and "hooked" have, in evaluation mode."""
     config_class, model_class, settings = _SPECIES[name]
+    settings = {key: d_mlp if key in WIDTHS else value for key, value in settings.items()}
     common = dict(
         vocab_size=VOCAB,
         max_position_embeddings=CONTEXT,
@@ -203,24 +216,24 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _build(name: str, backend: str, dtype: torch.dtype, with_tokenizer: bool, seed: int) -> Any:
+def _build(name: str, backend: str, dtype: torch.dtype, with_tokenizer: bool, seed: int, d_mlp: int) -> Any:
     attached = copy.deepcopy(tokenizer()) if with_tokenizer else None
     maker: dict[str, Callable[..., Any]] = {"bridge": _bridge, "hooked": _hooked, "native": _native}
     with quiet():
-        return maker[backend](name, dtype, attached, seed).eval()
+        return maker[backend](name, dtype, attached, seed, d_mlp).eval()
 
 
 _cached = lru_cache(maxsize=None)(_build)
 
 
-def _bridge(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
+def _bridge(name: str, dtype: torch.dtype, attached: Any, seed: int, d_mlp: int) -> Any:
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    model = hugging_face(name, dtype, seed)
+    model = hugging_face(name, dtype, seed, d_mlp)
     return build_bridge_from_module(model, _SPECIES[name][1], hf_config=model.config, tokenizer=attached)
 
 
-def _hooked(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
+def _hooked(name: str, dtype: torch.dtype, attached: Any, seed: int, d_mlp: int) -> Any:
     import transformer_lens
     from transformer_lens.pretrained import weight_conversions
 
@@ -229,7 +242,7 @@ def _hooked(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
         n_layers=LAYERS,
         d_model=D_MODEL,
         d_head=D_MODEL // settings["n_heads"],
-        d_mlp=D_MLP,
+        d_mlp=d_mlp,
         d_vocab=VOCAB,
         n_ctx=CONTEXT,
         eps=1e-5,
@@ -240,7 +253,7 @@ def _hooked(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
     )
     config = transformer_lens.HookedTransformerConfig(**{**common, **settings})
     model = transformer_lens.HookedTransformer(config, tokenizer=attached, move_to_device=False)
-    source = hugging_face(name, dtype, seed)
+    source = hugging_face(name, dtype, seed, d_mlp)
     weights = getattr(weight_conversions, converter)(source, config)
     if name == "llama_bias":  # the converter drops attention biases
         for layer, block in enumerate(source.model.layers):
@@ -256,11 +269,11 @@ def _hooked(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
     return nn.Module.to(model, dtype)  # HookedTransformer's own `to` prints, and its experts ignore the dtype
 
 
-def _native(name: str, dtype: torch.dtype, attached: Any, seed: int) -> Any:
+def _native(name: str, dtype: torch.dtype, attached: Any, seed: int, d_mlp: int) -> Any:
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
-    common = dict(d_model=D_MODEL, n_layers=LAYERS, n_ctx=CONTEXT, d_mlp=D_MLP, d_vocab=VOCAB, seed=seed)
+    common = dict(d_model=D_MODEL, n_layers=LAYERS, n_ctx=CONTEXT, d_mlp=d_mlp, d_vocab=VOCAB, seed=seed)
     config = TransformerBridgeConfig(**{**common, **_NATIVE[name]})
     model = TransformerBridge.boot_native(config, tokenizer=attached, device="cpu", dtype=dtype)
     fill(model.original_model, seed)

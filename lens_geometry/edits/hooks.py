@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lens_geometry.anatomy import LayerFacts, attention_error
 from lens_geometry.errors import HookError
+from lens_geometry.mlp_anatomy import mlp_vectors
 from lens_geometry.sites import HOOKS, causal_pattern
 
 HookFn = Callable[..., "Tensor | None"]
@@ -22,8 +23,8 @@ class Collector:
     leaves nothing to the next; `take` empties it too, so nothing outlives the pass.
     """
 
-    def __init__(self, layer: int, reads: Sequence[str], facts: LayerFacts) -> None:
-        self.layer, self.facts = layer, facts
+    def __init__(self, layer: int, reads: Sequence[str], facts: LayerFacts, model: Any) -> None:
+        self.layer, self.facts, self.model = layer, facts, model
         self.reads = [name for name in facts.shapes if name in reads]  # in firing order
         self.seen: dict[str, Tensor] = {}
 
@@ -47,7 +48,11 @@ class Collector:
         self._check_shapes(acts)
         if "q" in self.reads and self.facts.score_scale is not None:
             acts["pattern"] = self._pattern(acts)
-        return acts
+        return self.completed(acts)
+
+    def completed(self, acts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The activations, and what the MLP's sites need besides them: live weights, and the input they make."""
+        return {**acts, **mlp_vectors(self.model, self.layer, self.facts.mlp, acts)}
 
     def _reader(self, name: str) -> HookFn:
         first = name == self.reads[0]

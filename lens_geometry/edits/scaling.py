@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_geometry.anatomy import LayerFacts, n_groups, require
+from lens_geometry.anatomy import LayerFacts, n_vectors, require
 from lens_geometry.edits.hooks import Collector, Hooks, tag
 from lens_geometry.edits.noise import Batch, earlier_tokens, normal_noise
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import component_change
-from lens_geometry.sites import HOOKS, Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
+from lens_geometry.sites import Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
+from lens_geometry.slices import join_slices, split_carrier
 
 Scale = float | Tensor | Callable[[Tensor], Tensor]
 Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain"]
@@ -43,13 +44,15 @@ def scale(
 
     Args:
         model: any TransformerLens model with decoder blocks.
-        site: "attn", "mlp", "block", "value", "value_excl_self" or "resid" (see `sites.SITES`).
+        site: "attn", "mlp", "block", "value", "value_excl_self", "resid", "mlp_carrier", "mlp_carrier_stream" or
+            "mlp_contribution" (see `sites.SITES`).
         parallel, perpendicular: *retained* scales; (1, 1) changes no bit. A number; a tensor over [layer],
             [layer, head], [layer, batch, pos] or [layer, batch, pos, head], with size 1 where it is the
             same for all; or a callable of the layer's input (hook_resid_pre, [batch, pos, d_model]) that
             returns [batch, pos] or [batch, pos, head].
         layers, heads, positions: which ones are edited; None is all. Heads are query heads, or KV
-            groups with `grouping="kv_group"`. Positions may be a mask [batch, pos].
+            groups with `grouping="kv_group"`; inside the MLP they are slices of the carrier, as everywhere below.
+            Positions may be a mask [batch, pos].
         grouping: which value-space vector is decomposed: "each" head, "kv_group" or "merged".
         control: a comparison in the edit's place. "random_reference" and "shuffled_reference" (that of
             an earlier token) scale along the wrong direction; "isotropic" makes a change of the same norm in
@@ -64,10 +67,10 @@ def scale(
     Decomposition".
     """
     anatomy, found, chosen = require(model, site, layers, editing=True)
-    if not found.has_heads and (heads is not None or grouping != "each"):
+    if (heads is not None and not found.axis) or (grouping != "each" and not found.has_heads):
+        what = "slices, which cannot be grouped" if found.axis else "no heads to select or group"
         raise SiteError(
-            f"site {site!r} has no heads to select or group",
-            cure="use 'value' or 'value_excl_self', or leave heads and grouping out",
+            f"site {site!r} has {what}", cure="use 'value' or 'value_excl_self', or leave heads and grouping out"
         )
     parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
@@ -84,21 +87,24 @@ def scale(
             cure="scale `parallel` (a plain gain), or choose another site",
         )
     if heads is not None and not isinstance(heads, slice):
-        heads = indices(heads, "head", "give a slice or whole numbers")
+        heads = indices(heads, found.axis, "give a slice or whole numbers")
     mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
     if positions is not None and not mask and not isinstance(positions, slice):
         positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
     hooks: Hooks = []
     for layer in chosen:
         facts = anatomy.layers[layer]
-        groups = n_groups(facts, grouping) if found.has_heads else 0
+        groups = n_vectors(found, facts, grouping)
         edit = _LayerEdit(
+            model=model,
             site=found,
+            target=anatomy.target(found, layer),
+            where=anatomy.where(found, layer),
             layer=layer,
             facts=facts,
             parallel=parallel,
             perpendicular=perpendicular,
-            heads=None if heads is None else choose_heads(heads, groups),
+            heads=None if heads is None else choose_heads(heads, groups, found.axis),
             positions=positions,
             grouping=grouping,
             control=control,
@@ -113,7 +119,10 @@ def scale(
 class _LayerEdit:
     """How one site of one layer is edited."""
 
+    model: Any
     site: Site
+    target: str
+    where: str
     layer: int
     facts: LayerFacts
     parallel: Scale
@@ -129,17 +138,13 @@ class _LayerEdit:
         no_op = _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
         gated = any(callable(s) or _has_gradient(s) for s in (self.parallel, self.perpendicular))
         reads = (*reads, "resid_pre") if callable(self.parallel) or callable(self.perpendicular) else reads
-        collector = Collector(self.layer, () if no_op else reads, self.facts)
+        collector = Collector(self.layer, () if no_op else reads, self.facts, self.model)
 
         def edit(tensor: Tensor, hook: Any) -> Tensor | None:
-            acts = collector.take(self.site.target, tensor)
+            acts = collector.take(self.target, tensor)
             return None if no_op else self.edited(tensor, acts)
 
         return [*collector.readers(), (self.where, tag(edit, collector, must_change=not no_op and not gated))]
-
-    @property
-    def where(self) -> str:
-        return HOOKS[self.site.target].format(self.layer)
 
     def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
         by_place = self.control not in ("none", "gain") or not (
@@ -158,6 +163,7 @@ class _LayerEdit:
         change = self._selected(self._change(update, reference, acts))
         if self.site.has_heads:
             change = ungroup_heads(change, tensor.shape[2])
+        change = self.site.merge(change, tensor)
         return (tensor.to(change.dtype) + change).to(tensor.dtype)
 
     def _change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
@@ -172,15 +178,22 @@ class _LayerEdit:
             reference = earlier_tokens(reference, self.batch, self.seed, self.layer)
         change = component_change(update, reference, parallel, perpendicular)
         if self.control == "isotropic":
-            direction = normal_noise(change, self.batch, self.seed, self.layer)
+            direction = self._inside(normal_noise(change, self.batch, self.seed, self.layer))
+            change = self._inside(change)
             change = direction * (change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True))
         return change
+
+    def _inside(self, vectors: Tensor) -> Tensor:
+        """Zero in the padding of the last slice: what is put there is dropped, and must not count as norm."""
+        if not self.site.padded:
+            return vectors
+        return split_carrier(join_slices(vectors, self.facts.shapes[self.target][-1]), vectors.shape[-1])
 
     def _scale(self, scale: Scale, update: Tensor, acts: dict[str, Tensor]) -> float | Tensor:
         """A number, or a tensor of [batch, pos] or [batch, pos, group]."""
         if isinstance(scale, Tensor):
             picked = scale if scale.ndim == 0 else scale[self.layer if scale.shape[0] > 1 else 0]
-            if scale.ndim == 3 and self.site.has_heads:  # one number per token, for every head
+            if scale.ndim == 3 and self.site.axis:  # one number per token, for every head
                 picked = picked.unsqueeze(-1)
         elif callable(scale):
             picked = scale(acts["resid_pre"])
@@ -191,9 +204,9 @@ class _LayerEdit:
                     where=f"site {self.site.name}, layer {self.layer}",
                     cure=f"return a tensor [batch, pos] (here {list(update.shape[:2])}) or [batch, pos, head]",
                 )
-            if picked.ndim == 2 and self.site.has_heads:
+            if picked.ndim == 2 and self.site.axis:
                 picked = picked.unsqueeze(-1)
-            elif picked.ndim == 3 and not self.site.has_heads:
+            elif picked.ndim == 3 and not self.site.axis:
                 picked = picked.squeeze(-1)
         else:
             return float(scale)
@@ -253,7 +266,7 @@ def _checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
     if number.ndim > 4 or (number.ndim and number.shape[0] not in (1, n_layers)):
         problem = f"a scale tensor of shape {tuple(number.shape)} has no [layer] axis of 1 or {n_layers}"
         raise GeometryError(problem, cure=SCALE_SHAPES)
-    if number.ndim in (2, 4) and not site.has_heads:
+    if number.ndim in (2, 4) and not site.axis:
         problem = f"a scale tensor of shape {tuple(number.shape)} has heads, and site {site.name!r} has none"
         raise GeometryError(problem, cure="give [layer] or [layer, batch, pos]")
     return number

@@ -2,6 +2,7 @@
 
 from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
+from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
 from lens_geometry.experiments.schedule import ScheduleSettings, schedule
@@ -11,6 +12,7 @@ from lens_geometry.experiments.validate import site_table, validate
 __all__ = [
     "BasinSettings",
     "HeadSettings",
+    "MlpSettings",
     "ProfileSettings",
     "ScalingSettings",
     "ScheduleSettings",
@@ -18,6 +20,7 @@ __all__ = [
     "applied_strength",
     "basin",
     "head_sweep",
+    "mlp_sweep",
     "profile",
     "scaling_sweep",
     "schedule",

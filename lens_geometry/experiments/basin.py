@@ -30,12 +30,12 @@ from lens_geometry.runner import (
     Condition,
     RunSettings,
     at_least,
-    check_effect,
+    check_effects,
     prepare,
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import HOOKS, SITES, Grouping
+from lens_geometry.sites import SITES, Grouping
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def basin(
         )
     sites, left_out = available_sites(model, settings.sites, editing=True)
     targets = list(dict.fromkeys(_targets(model, sites, settings)))
-    for hook in dict.fromkeys(HOOKS[SITES[target.site].target].format(target.chosen[0]) for target in targets):
-        check_effect(model, hook)
+    check_effects(model, sites, [targets[0].chosen[0]])
     about = identity_of_losses(model, tokens, settings)
     losses: dict[str, SequenceLosses] = {}
 

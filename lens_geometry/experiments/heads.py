@@ -34,13 +34,13 @@ from lens_geometry.runner import (
     RunSettings,
     bar,
     batches,
-    check_effect,
+    check_effects,
     identity_of_run,
     prepare,
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import HOOKS, SITES, Grouping
+from lens_geometry.sites import SITES, Grouping
 from lens_geometry.stats import resampled_interval
 
 METHODS = ("exact", "first_order")
@@ -127,8 +127,7 @@ def head_sweep(
         for layer in layers
         for groups in [n_groups(anatomy.layers[layer], grouping)]
     ]
-    for target in {SITES[site].target for site in sites}:
-        check_effect(model, HOOKS[target].format(layers[0]))
+    check_effects(model, sites, layers[:1])
     losses: dict[str, dict[str, SequenceLosses]] = {}
     if settings.method != "first_order":
         together = max(1, settings.batch_size // len(tokens.ids))  # edits side by side, where sequences are few

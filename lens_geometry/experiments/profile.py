@@ -18,16 +18,17 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lens_geometry.anatomy import at_rest, inspect, n_groups
+from lens_geometry.anatomy import at_rest, inspect, n_vectors
 from lens_geometry.edits import applied, observe
 from lens_geometry.errors import GeometryError, SiteError
 from lens_geometry.geometry import METRICS, Lengths, lengths, metrics_of
 from lens_geometry.results import Result
 from lens_geometry.runner import RunSettings, at_least, bar, batches, prepare, provenance
-from lens_geometry.sites import HOOKS, SITES, Grouping, Site, group_heads, token_mask
+from lens_geometry.sites import SITES, Grouping, Site, group_heads, token_mask
 from lens_geometry.stats import QUANTILES, RunningSummary, TokenSample, poisson_weights, quantiles
 
 PROFILED = ("attn", "mlp", "block", "value", "value_excl_self")
+DECOMPOSED = tuple(name for name in SITES if name != "resid")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ProfileSettings(RunSettings):
     """Settings of `profile`.
 
     Attributes:
-        sites: which updates; sites that this model does not have are left out and named in the warnings.
+        sites: which updates, of all but `resid` (see `sites.SITES`); sites that this model does not have are left
+            out and named in the warnings.
         grouping: value-space vectors by head ("each"), "kv_group" or "merged".
         exclude_positions: token positions that are not measured; 0 is degenerate in value space.
         quantile_sample: quantiles are over at most this many tokens, drawn uniformly (exact up to it).
@@ -64,9 +66,9 @@ def profile(model: Any, data: Any, settings: ProfileSettings | None = None, **ch
     Returns:
         A Result with one row per site, layer, head and metric (`geometry.METRICS`): mean over tokens, std,
         quantiles, a 95 % interval of the mean by bootstrap over sequences, and `ratio_of_norms`, the same
-        metric of root-sum-squares over all tokens. `head` is missing for residual sites, and for the rows
-        of value sites that pool all heads. Infinite and undefined tokens are left out of the mean and
-        counted.
+        metric of root-sum-squares over all tokens. `head` is missing for residual sites, and for the rows that
+        pool all heads; for the sites inside the MLP it is the number of the slice. Infinite and undefined
+        tokens are left out of the mean and counted.
 
     Raises:
         ModelError, DataError for what cannot be used; SiteError when the model has none of the sites;
@@ -115,7 +117,7 @@ def available_sites(model: Any, sites: tuple[str, ...], *, editing: bool = False
     kept, refused = [], []
     for name in dict.fromkeys(sites):
         if name not in SITES or name == "resid":
-            raise SiteError(f"{name!r} is no site to decompose", cure=f"choose among {', '.join(PROFILED)}")
+            raise SiteError(f"{name!r} is no site to decompose", cure=f"choose among {', '.join(DECOMPOSED)}")
         reasons = [anatomy.refusal(SITES[name], layer, editing=editing) for layer in range(anatomy.n_layers)]
         first = next(filter(None, reasons), "")
         if first:
@@ -152,14 +154,14 @@ class _Accumulator:
         if site.has_heads:
             n_kv = self.anatomy.layers[layer].n_kv_heads
             update, reference = (group_heads(x, self.settings.grouping, n_kv) for x in (update, reference))
-        else:
+        elif not site.axis:
             update, reference = (rearrange(x, "batch pos d -> batch pos 1 d") for x in (update, reference))
         found = torch.stack(lengths(update, reference)).cpu()  # [length, batch, pos, group]
         real = self.mask[..., None]
         if not torch.isfinite(found[1:3][:, self.mask]).all():
             raise GeometryError(
                 f"activations of site {site.name!r} in layer {layer} are not finite",
-                where=HOOKS[site.target].format(layer),
+                where=self.anatomy.where(site, layer),
                 cure="check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
             )
         self._sum(site.name, layer, Lengths(*found), real)
@@ -195,8 +197,7 @@ class _Accumulator:
             yield from self._rows_of(site, layer)
 
     def _groups(self, site: str, layer: int) -> int:
-        facts = self.anatomy.layers[layer]
-        return n_groups(facts, self.settings.grouping) if SITES[site].has_heads else 1
+        return n_vectors(SITES[site], self.anatomy.layers[layer], self.settings.grouping)
 
     def _rows_of(self, site: str, layer: int) -> Iterator[dict[str, Any]]:
         """All heads pooled (or the whole residual update), then each head by itself."""
@@ -208,7 +209,7 @@ class _Accumulator:
         pooled = quantiles(rearrange(values, "metric token group -> metric 1 (token group)"))
         single = quantiles(rearrange(values, "metric token group -> metric group token"))
         ordered = np.concatenate([pooled, single], 1)
-        for row, head in enumerate([None, *range(values.shape[2])] if SITES[site].has_heads else [None]):
+        for row, head in enumerate([None, *range(values.shape[2])] if SITES[site].axis else [None]):
             groups = slice(None) if head is None else slice(head, head + 1)
             norms = pooled_metrics(self.pools[at][:, groups].sum(1))
             for number, metric in enumerate(METRICS):

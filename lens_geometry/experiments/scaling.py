@@ -26,13 +26,13 @@ from lens_geometry.results import Result
 from lens_geometry.runner import (
     Condition,
     RunSettings,
-    check_effect,
+    check_effects,
     identity_of_run,
     prepare,
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import HOOKS, SITES, Grouping, choose_layers
+from lens_geometry.sites import SITES, Grouping, choose_layers
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ def scaling_sweep(
     sites, left_out = available_sites(model, settings.sites, editing=True)
     cells = list(dict.fromkeys(_cells(settings, sites)))
     layer_sets = {text: parse_layers(text, inspect(model).n_layers) for text in settings.layers}
-    for target, layers in {(SITES[site].target, layers) for site in sites for layers in layer_sets.values()}:
-        check_effect(model, HOOKS[target].format(layers[0]))
+    check_effects(model, sites, {layers[0] for layers in layer_sets.values()})
     positions = slice(1, None) if settings.skip_position_0 else None
 
     def condition(cell: _Cell) -> Condition:

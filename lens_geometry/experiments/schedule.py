@@ -38,8 +38,8 @@ from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.experiments.search import Line, edge, search
 from lens_geometry.experiments.strength import branch_hook
 from lens_geometry.results import Result
-from lens_geometry.runner import RunSettings, at_least, check_effect, prepare, provenance
-from lens_geometry.sites import HOOKS, SITES, Grouping
+from lens_geometry.runner import RunSettings, at_least, check_effects, prepare, provenance
+from lens_geometry.sites import SITES, Grouping
 
 HALVES = ("search", "held_out")
 
@@ -120,8 +120,7 @@ def schedule(
         )
     sites, left_out = available_sites(model, settings.sites, editing=True)
     layers = parse_layers(settings.layers, inspect(model).n_layers)
-    for target in dict.fromkeys(SITES[site].target for site in sites):
-        check_effect(model, HOOKS[target].format(layers[0]))
+    check_effects(model, sites, layers[:1])
     about = identity_of_losses(model, tokens, settings)
     halves = {
         name: JointEdits(

@@ -34,7 +34,7 @@ from lens_geometry.runner import (
     RunSettings,
     bar,
     batches,
-    check_effect,
+    check_effects,
     identity_of_run,
     prepare,
     provenance,
@@ -121,8 +121,7 @@ def applied_strength(
     scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
-    for target in {SITES[site].target for site in sites}:
-        check_effect(model, HOOKS[target].format(layers[0]))
+    check_effects(model, sites, layers[:1])
 
     def hooks(edit: _Edit, chosen: tuple[int, ...], batch: Batch | None = None) -> Hooks:
         scales: dict[str, Any] = {edit.component: edit.scale}

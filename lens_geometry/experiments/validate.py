@@ -81,11 +81,11 @@ def _site_row(anatomy: Anatomy, site: Site) -> dict[str, Any]:
     layers = range(anatomy.n_layers)
     unread = [reason for layer in layers if (reason := anatomy.refusal(site, layer))]
     unedited = [reason for layer in layers if (reason := anatomy.refusal(site, layer, editing=True))]
-    names = (site.target, *anatomy.reads(site, 0))
+    names = (anatomy.target(site, 0), *anatomy.reads(site, 0))
     shapes = anatomy.layers[0].shapes
     return {
         "site": site.name,
-        "edits": HOOKS[site.target].format("L"),
+        "edits": HOOKS[names[0]].format("L"),
         "reads": " ".join(HOOKS[name].format("L") for name in anatomy.reads(site, 0)),
         "shapes": " ".join(f"{name} {list(shapes[name])}" if name in shapes else f"{name} -" for name in names),
         "identity": anatomy.identity(site),
@@ -165,7 +165,7 @@ def _edit_checks(model: Any, anatomy: Anatomy, ids: Tensor, site: Site, base: Te
         edited = model(ids, return_type="logits")
     yield _check("layers before the edit are bit-equal", site.name, f"layer {middle}", _gap(streams[1], streams[0]), 0)
     change = _gap(edited, base)
-    where = HOOKS[site.target].format(middle)
+    where = anatomy.where(site, middle)
     note = "" if change else "the hook is shown, not used: edits of it do nothing"
     yield Check("the edit reaches the logits", site.name, where, change, 0, "pass" if change > 0 else "fail", note)
 
