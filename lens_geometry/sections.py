@@ -33,6 +33,10 @@ CONTROLS = {
     "gain": "both parts scaled alike, so the direction of the update is kept",
     "random_reference": "the edit made along a random direction instead of the reference",
     "shuffled_reference": "the edit made along the reference of an earlier token",
+    "matched_random_reference": "the edit made along a random direction at the reference's own angle to the update: it "
+    "changes the update by as much and leaves it as long",
+    "diagonal_removal": "no token attends to itself (the first one keeps its only entry)",
+    "diagonal_removal_renormalised": "the same, with the rest of each row scaled up to sum to 1",
 }
 PROFILE_WORDS = (
     "Every update is split into a part along its reference and a part perpendicular to it. A point is the "
