@@ -8,23 +8,28 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
     loss = model("It is a truth universally acknowledged", return_type="loss")
 """
 
+from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
-from lens_geometry.edits import Batch, applied, observe, scale
+from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    AttentionSettings,
     ProfileSettings,
     ScalingSettings,
+    attention_maps,
+    diagonal_numbers,
     profile,
     scaling_sweep,
     site_table,
     validate,
 )
-from lens_geometry.geometry import decompose, measure, scale_components
+from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "AttentionSettings",
     "Batch",
     "LensGeometryError",
     "ProfileSettings",
@@ -33,18 +38,25 @@ __all__ = [
     "Text",
     "Tokens",
     "applied",
+    "attention_html",
+    "attention_maps",
     "decompose",
     "describe",
+    "diagonal",
+    "diagonal_numbers",
     "known_models",
     "load_model",
     "load_text",
     "measure",
     "observe",
+    "observe_diagonal",
     "profile",
+    "remove_diagonal",
     "scale",
     "scale_components",
     "scaling_sweep",
     "site_table",
+    "smallest_operator",
     "tokenize",
     "validate",
     "write_report",

@@ -16,11 +16,20 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from lens_geometry.attention_plots import attention_figure
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
 from lens_geometry.errors import ResultError
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
-__all__ = ["METRICS", "controls_figure", "figure", "profile_figure", "profile_heads_figure", "sweep_figure"]
+__all__ = [
+    "METRICS",
+    "attention_figure",
+    "controls_figure",
+    "figure",
+    "profile_figure",
+    "profile_heads_figure",
+    "sweep_figure",
+]
 
 METRICS = {  # the panel's title, and whether its axis is logarithmic
     "parallel_ratio": ("parallel_ratio: parallel size / perpendicular size", True),
@@ -37,6 +46,8 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = profile_figure(table)
     elif experiment == "scaling_sweep":
         drawn = sweep_figure(table, quantities=tuple(UNITS))
+    elif experiment == "attention_maps":
+        drawn = attention_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:

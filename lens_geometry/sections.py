@@ -9,12 +9,18 @@ import pandas as pd
 
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
+from lens_geometry.attention_plots import MAPS, map_figure, numbers_in_words
 from lens_geometry.axes import interval, number
+from lens_geometry.experiments.attention import diagonal_numbers
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
 SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
-TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+TITLES = {
+    "profile": "Directional profile",
+    "scaling_sweep": "Component scaling",
+    "attention_maps": "Attention before and after an edit",
+}
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
     "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
@@ -50,6 +56,11 @@ SWEEP_WORDS = (
     "with the unedited run. Axes of change are symmetric-log: even near zero, then every labelled step is a "
     "factor. A cross marks a condition where some losses were not finite and are left out."
 )
+ATTENTION_WORDS = (
+    "The edit is written on the attention map: only the weight of a token's own message, A_tt, is changed, and rows "
+    "are not scaled back to sum to 1. Before is a pass without edits; after is one pass with the edit in all layers "
+    "shown, so that a layer's map also holds what the edits of earlier layers did to it."
+)
 
 
 def heading(result: Result) -> str:
@@ -60,7 +71,11 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    inside = {
+        "profile": profile_section,
+        "scaling_sweep": sweep_section,
+        "attention_maps": attention_section,
+    }.get(result.experiment, plain_section)
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
@@ -191,6 +206,32 @@ def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
         return f"not finite\nfor {row['n_nonfinite']:,} tokens"
     value, low, high = (row[f"{quantity}_change{end}"] for end in ("", "_low", "_high"))
     return interval(value, low, high, signed=True).replace(" [", "\n[")
+
+
+def attention_section(table: pd.DataFrame, key: str) -> list[str]:
+    """The maps of the layer where the edit did most, mean over heads, and the diagonal of every layer."""
+    layer = int(table["edit"].abs().groupby(table["layer"]).sum().idxmax())
+    shown = [
+        pieces.plot(
+            map_figure(table, layer, which),
+            f"{key}-{which}",
+            f"Layer {layer}, mean over heads: {words}",
+            "Rows attend to columns; the layer is the one where the edit changed most.",
+            switched=False,
+        )
+        for which, words in MAPS.items()
+    ]
+    summary = diagonal_numbers(table)
+    columns = ["layer", "A_tt before", "A_tt after", "median edit", "largest edit", "outside 0 to 1"]
+    kind = " It is one number per token for all heads." if summary["heads_agree"].all() else ""
+    caption = (
+        f"The diagonal: means over heads and tokens, position 0 left out; the edit is what it added to A_tt.{kind}"
+    )
+    return [
+        f"<p>{pieces.text(ATTENTION_WORDS)}</p>",
+        f'<div class="figures">{"".join(shown)}</div>',
+        pieces.grid(caption, columns, [numbers_in_words(row) for row in summary.itertuples()]),
+    ]
 
 
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:

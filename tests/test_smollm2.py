@@ -12,7 +12,7 @@ import zoo
 
 from lens_geometry import fetch, models
 from lens_geometry.data import load_text, tokenize
-from lens_geometry.edits import applied, scale
+from lens_geometry.edits import applied, diagonal, scale
 from lens_geometry.errors import ModelError
 from lens_geometry.experiments import profile, scaling_sweep
 
@@ -82,3 +82,30 @@ def test_smollm2_tokenizer_is_the_real_one(directory: Path) -> None:
     special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
     assert "SmolLM" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_diagonal_form_gives_the_logits_of_the_edit_of_z(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    ids = tokenize(model, load_text("austen"), max_sequences=2, sequence_length=64).ids
+    for site in ("value", "value_excl_self"):
+        found = []
+        for edit in (diagonal, scale):
+            with torch.no_grad(), applied(model, edit(model, site, parallel=0.5)):
+                found.append(model(ids, return_type="logits"))
+        by_map, by_hook = found
+        assert (by_map - by_hook).abs().max() < 1e-5 * (by_hook.max() - by_hook.min())
+
+
+def test_on_the_real_model_the_scalar_constraint_of_attn_is_met(directory: Path) -> None:
+    model = models.load_model("smollm2-135m")
+    ids = tokenize(model, load_text("austen"), max_sequences=2, sequence_length=64).ids
+    kept: dict[str, torch.Tensor] = {}
+    keep = [
+        (name, lambda tensor, hook, name=name: kept.update({name: tensor.double()}))
+        for name in ("blocks.12.hook_resid_pre", "blocks.12.hook_attn_out")
+    ]
+    with torch.no_grad(), applied(model, [*diagonal(model, "attn", parallel=0.0, layers=12), *keep]):
+        model(ids, return_type="logits")
+    before, added = kept.values()
+    assert ((before * added).sum(-1).abs() <= 1e-6 * before.norm(dim=-1) * added.norm(dim=-1)).all()

@@ -11,7 +11,7 @@ Hooks run in list order, so an edit sees what earlier edits in the list have don
 """
 
 from lens_geometry.edits.applied import applied
-from lens_geometry.edits.diagonal import DIAGONAL_SITES, diagonal, observe_diagonal
+from lens_geometry.edits.diagonal import DIAGONAL_SITES, DiagonalSite, diagonal, observe_diagonal
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.edits.noise import Batch
 from lens_geometry.edits.observing import observe
@@ -23,6 +23,7 @@ __all__ = [
     "DIAGONAL_SITES",
     "Batch",
     "Control",
+    "DiagonalSite",
     "HookFn",
     "Hooks",
     "Scale",
