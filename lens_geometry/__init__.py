@@ -8,10 +8,12 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
     loss = model("It is a truth universally acknowledged", return_type="loss")
 """
 
+from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
-from lens_geometry.edits import Batch, applied, observe, scale
+from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    AttentionSettings,
     BasinSettings,
     HeadSettings,
     MlpSettings,
@@ -20,7 +22,9 @@ from lens_geometry.experiments import (
     ScheduleSettings,
     StrengthSettings,
     applied_strength,
+    attention_maps,
     basin,
+    diagonal_numbers,
     head_sweep,
     mlp_sweep,
     profile,
@@ -29,12 +33,13 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
-from lens_geometry.geometry import decompose, measure, scale_components
+from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "AttentionSettings",
     "BasinSettings",
     "Batch",
     "HeadSettings",
@@ -49,9 +54,13 @@ __all__ = [
     "Tokens",
     "applied",
     "applied_strength",
+    "attention_html",
+    "attention_maps",
     "basin",
     "decompose",
     "describe",
+    "diagonal",
+    "diagonal_numbers",
     "head_sweep",
     "known_models",
     "load_model",
@@ -59,12 +68,15 @@ __all__ = [
     "measure",
     "mlp_sweep",
     "observe",
+    "observe_diagonal",
     "profile",
+    "remove_diagonal",
     "scale",
     "scale_components",
     "scaling_sweep",
     "schedule",
     "site_table",
+    "smallest_operator",
     "tokenize",
     "validate",
     "write_report",

@@ -17,10 +17,12 @@ import pandas as pd
 import tyro
 
 from lens_geometry import models
+from lens_geometry.attention_plots import attention_html
 from lens_geometry.basin_plots import basin_range, basins
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    AttentionSettings,
     BasinSettings,
     HeadSettings,
     MlpSettings,
@@ -29,7 +31,9 @@ from lens_geometry.experiments import (
     ScheduleSettings,
     StrengthSettings,
     applied_strength,
+    attention_maps,
     basin,
+    diagonal_numbers,
     head_sweep,
     mlp_sweep,
     profile,
@@ -39,11 +43,12 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.report import findings, write_report
-from lens_geometry.results import Result
+from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
+DEFAULT_PROMPT = "It is a truth universally acknowledged"
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
 HEADS, STRENGTH = HeadSettings(), StrengthSettings()
 BASIN, SCHEDULE = BasinSettings(), ScheduleSettings()
 MLP = MlpSettings()
+ATTENTION = AttentionSettings()
 
 
 def models_command() -> int:
@@ -350,6 +356,34 @@ def report_command(
     return 0
 
 
+def attention_command(
+    loading: Loading = LOADING,
+    prompt: str = DEFAULT_PROMPT,
+    out: Path = Path("results/attention"),
+    settings: AttentionSettings = ATTENTION,
+) -> int:
+    """Show an edit on the attention map of one prompt: before, after and their difference.
+
+    Example: lens-geometry attention --prompt "It is a truth" --site value_excl_self --parallel 0 --layers 5
+
+    Args:
+        loading: which model.
+        prompt: a short text.
+        out: directory for table.parquet, table.csv, meta.json, figure.html, and attention.html (CircuitsVis, of
+            the four layers where the edit did most).
+        settings: what is edited, and by how much.
+    """
+    result = attention_maps(loading.load(), prompt, settings)
+    print(_attention_summary(result.table, settings.site))
+    _saved(result, out)
+    sizes = result.table["edit"].abs().groupby(result.table["layer"]).sum()
+    shown = sorted(sizes.nlargest(4).index)  # a page of thirty layers is slow in every browser
+    page = attention_html(result.table, shown)
+    replace_file(out / "attention.html", lambda path: path.write_text(page, encoding="utf-8"))
+    print(f"CircuitsVis, layers {', '.join(map(str, shown))}: {out / 'attention.html'}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -362,6 +396,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "basin": basin_command,
     "schedule": schedule_command,
     "mlp": mlp_command,
+    "attention": attention_command,
 }
 
 
@@ -467,6 +502,16 @@ def _schedule_summary(table: pd.DataFrame) -> str:
         f"{scales.to_string(float_format='{:.2f}'.format)}\n"
         "change of loss (nats) at equal applied strength, where it was searched and held out\n"
         + change.to_string(float_format="{:+.3f}".format)
+    )
+
+
+def _attention_summary(table: pd.DataFrame, site: str) -> str:
+    """A_tt before and after, and what the edit added to it, a row for each layer."""
+    shown = diagonal_numbers(table).drop(columns=["heads_agree"]).set_index("layer")
+    kind = "one number per token for all heads of a layer" if site == "attn" else "by head"
+    return (
+        f"A_tt, position 0 left out: mean before and after; the edit's median and largest size ({kind}); the share of "
+        "A_tt outside 0 to 1 afterwards\n" + shown.to_string(float_format="{:.4g}".format)
     )
 
 

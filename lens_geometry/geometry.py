@@ -167,6 +167,107 @@ def metrics_of(found: Lengths) -> dict[str, Tensor]:
     }
 
 
+def diagonal_change(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    parallel: float | Float[Tensor, "*#batch"],
+) -> Float[Tensor, "*batch"]:
+    """How much more of its reference turns an update into the one that keeps `parallel` of its parallel part.
+
+        (s_par - 1) <u, r> / |r|^2 = (s_par - 1) alpha
+
+    In value space it is what the edit adds to A_tt, the weight of the token's own value. Zero for a zero
+    reference; float32 (float64 for float64 input). Raises GeometryError as `decompose` does.
+
+    >>> diagonal_change(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 0.0]), 0.0).item()
+    -1.5
+    """
+    u, r, scale = _prepare(update, reference)
+    change: Tensor = (_column(parallel, u) - 1.0) * _coefficient(u, r) * scale
+    return change.squeeze(-1)
+
+
+def message_change(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    message: Float[Tensor, "*batch d"],
+    parallel: float | Float[Tensor, "*#batch"],
+) -> Float[Tensor, "*batch"]:
+    """How much more of `message` scales an update's product with its reference by `parallel`, and nothing else.
+
+        (s_par - 1) <u, r> / <m, r>
+
+    The scalar constraint <u', r> = s_par <u, r> is met and no other: u' - u lies along the message, not along the
+    reference. With the reference as its own message it is `diagonal_change`. Zero where nothing has to
+    change; infinite where something has to and the message has no part along the reference.
+    Float32 (float64 for float64 input). Raises GeometryError as `decompose` does.
+    """
+    u, r, _ = _prepare(update, reference)
+    m, r_again, _ = _prepare(message, reference)
+    double = torch.promote_types(u.dtype, m.dtype)
+    wanted = (_column(parallel, u) - 1.0) * _dot(u, r).to(double)
+    change: Tensor = torch.where(wanted == 0, torch.zeros_like(wanted), wanted / _dot(m, r_again).to(double))
+    return change.squeeze(-1)
+
+
+def smallest_operator(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    message: Float[Tensor, "*batch d_message"],
+    parallel: float | Float[Tensor, "*#batch"],
+) -> Float[Tensor, "*batch d d_message"]:
+    """The operator of smallest Frobenius norm that adds a scaling's change to what it makes of a message.
+
+        dB = (s_par - 1) <u, r> / (|m|^2 |r|^2) r m^T        dB m = u' - u
+
+    Its rank is one and its norm |u' - u| / |m|: every other operator with that action has a part that acts beside
+    the message, and is larger by it. Float32 (float64 for float64 input).
+    Raises GeometryError as `decompose` does, and where the message is zero but the change is not: no operator
+    makes something of nothing.
+    """
+    change = component_change(update, reference, parallel)
+    m, near_one, scale = _prepare(message, message)
+    if change.shape[:-1] != m.shape[:-1]:
+        raise GeometryError(
+            f"update {tuple(update.shape)} and message {tuple(message.shape)} differ in their batch axes",
+            cure="give one message per update",
+        )
+    working = torch.promote_types(change.dtype, m.dtype)
+    square = _dot(near_one, near_one)
+    if ((square == 0) & (change != 0)).any():
+        raise GeometryError(
+            "the message is zero where the update has to change",
+            cure="leave out tokens without a message, or realise the change by another operator",
+        )
+    row = near_one * (scale / square.masked_fill(square == 0, 1.0))
+    return change.to(working).unsqueeze(-1) * row.to(working).unsqueeze(-2)
+
+
+def matched_direction(
+    update: Float[Tensor, "*batch d"],
+    reference: Float[Tensor, "*batch d"],
+    noise: Float[Tensor, "*batch d"],
+) -> Float[Tensor, "*batch d"]:
+    """A unit vector at the reference's angle to the update, turned round the update to where the noise points.
+
+        n = cos(u, r) u/|u| + sin(u, r) w        w the unit vector along the noise's part orthogonal to u
+
+    Against it the update has a parallel and a perpendicular part of the same lengths as against its reference, so
+    an edit along it changes the update by as much, and leaves it as long; only the direction is another.
+    Zero for a zero update. Float32 (float64 for float64 input). Raises GeometryError as `decompose` does.
+    """
+    found = lengths(update, reference)
+    u, n, _ = _prepare(noise, update)
+    working = torch.promote_types(torch.promote_types(update.dtype, noise.dtype), found.update.dtype)
+    along = _unit(n.to(working))
+    aside = u.to(working)
+    for _ in range(2):  # the second time takes away what rounding left of the first
+        aside = _unit(aside - _dot(aside, along) * along)
+    size = found.update.masked_fill(found.update == 0, 1.0)
+    cosine, sine = found.parallel.copysign(found.alpha) / size, found.perpendicular / size
+    return cosine.unsqueeze(-1) * along + sine.unsqueeze(-1) * aside
+
+
 def sum_error(parts: Sequence[Tensor], whole: Tensor) -> float:
     """How far parts are from adding up: max over tokens of |sum of parts - whole| / the largest norm among them.
 
@@ -229,3 +330,8 @@ def _column(scale: float | Tensor, like: Tensor) -> float | Tensor:
     if not isinstance(scale, Tensor):
         return float(scale)
     return scale.to(device=like.device, dtype=like.dtype).unsqueeze(-1)
+
+
+def _unit(a: Tensor) -> Tensor:
+    length = _norm(a)
+    return a / length.masked_fill(length == 0, 1.0)

@@ -16,8 +16,12 @@ GLYPHS = {
     "circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "triangle-down": "▼", "pentagon": "⬟",
     "hexagon": "⬢", "diamond-open": "◇", "square-open": "□", "triangle-up-open": "△", "star-open": "☆",
     "star": "★",
+    "pentagon-open": "⬠", "hexagon-open": "⬡", "bowtie-open": "⋈",
 }  # fmt: skip
-DASHES = {"dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
+DASHES = {
+    "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4", "longdashdot": "11 3 2 3",
+    "2px,5px": "2 5", "9px,3px": "9 3",
+}  # fmt: skip
 
 
 def text(value: Any) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from lens_geometry.attention_plots import attention_figure
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, part_of, require, style
 from lens_geometry.basin_plots import basin_figure, schedule_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
@@ -24,6 +25,7 @@ from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
 __all__ = [
     "METRICS",
+    "attention_figure",
     "basin_figure",
     "controls_figure",
     "figure",
@@ -56,6 +58,8 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = basin_figure(table)
     elif experiment == "schedule":
         drawn = schedule_figure(table)
+    elif experiment == "attention_maps":
+        drawn = attention_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:

@@ -9,9 +9,11 @@ import pandas as pd
 
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
+from lens_geometry.attention_plots import MAPS, map_figure, numbers_in_words
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
+from lens_geometry.experiments.attention import diagonal_numbers
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -24,6 +26,7 @@ TITLES = {
     "applied_strength": "Applied strength",
     "basin": "Tolerance basin",
     "schedule": "Schedule of scales by layer",
+    "attention_maps": "Attention before and after an edit",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -46,6 +49,10 @@ CONTROLS = {
     "gain": "both parts scaled alike, so the direction of the update is kept",
     "random_reference": "the edit made along a random direction instead of the reference",
     "shuffled_reference": "the edit made along the reference of an earlier token",
+    "matched_random_reference": "the edit made along a random direction at the reference's own angle to the update: it "
+    "changes the update by as much and leaves it as long",
+    "diagonal_removal": "no token attends to itself (the first one keeps its only entry)",
+    "diagonal_removal_renormalised": "the same, with the rest of each row scaled up to sum to 1",
 }
 PROFILE_WORDS = (
     "Every update is split into a part along its reference and a part perpendicular to it. A point is the "
@@ -72,6 +79,11 @@ SCHEDULE_WORDS = (
     "the budget. Beside it stand one scale for all layers and random orders of the layers, all with the same "
     "applied strength: the sum over layers of the mean over tokens of the change's size over that of the output. "
     "The choice was made on half of the sequences; what it is worth is seen on the held-out half."
+)
+ATTENTION_WORDS = (
+    "The edit is written on the attention map: only the weight of a token's own message, A_tt, is changed, and rows "
+    "are not scaled back to sum to 1. Before is a pass without edits; after is one pass with the edit in all layers "
+    "shown, so that a layer's map also holds what the edits of earlier layers did to it."
 )
 
 
@@ -220,6 +232,32 @@ def _sites_reading(words: str, table: pd.DataFrame) -> list[str]:
     return _reading(words, {str(site): SITES.get(str(site), "") for site in table["site"].unique()})
 
 
+def attention_section(table: pd.DataFrame, key: str) -> list[str]:
+    """The maps of the layer where the edit did most, mean over heads, and the diagonal of every layer."""
+    layer = int(table["edit"].abs().groupby(table["layer"]).sum().idxmax())
+    shown = [
+        pieces.plot(
+            map_figure(table, layer, which),
+            f"{key}-{which}",
+            f"Layer {layer}, mean over heads: {words}",
+            "Rows attend to columns; the layer is the one where the edit changed most.",
+            switched=False,
+        )
+        for which, words in MAPS.items()
+    ]
+    summary = diagonal_numbers(table)
+    columns = ["layer", "A_tt before", "A_tt after", "median edit", "largest edit", "outside 0 to 1"]
+    kind = " It is one number per token for all heads." if summary["heads_agree"].all() else ""
+    caption = (
+        f"The diagonal: means over heads and tokens, position 0 left out; the edit is what it added to A_tt.{kind}"
+    )
+    return [
+        f"<p>{pieces.text(ATTENTION_WORDS)}</p>",
+        f'<div class="figures">{"".join(shown)}</div>',
+        pieces.grid(caption, columns, [numbers_in_words(row) for row in summary.itertuples()]),
+    ]
+
+
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
     """The first rows of a table that has no section of its own."""
     rows = [
@@ -233,6 +271,7 @@ SECTIONS = {
     "profile": profile_section,
     "scaling_sweep": sweep_section,
     "mlp_sweep": sweep_section,
+    "attention_maps": attention_section,
     "head_sweep": heads_section,
     "applied_strength": strength_section,
     "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],

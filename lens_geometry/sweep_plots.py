@@ -17,6 +17,9 @@ CONTROLS = {  # the control in words, dash of its line, its marker beside the ed
     "gain": ("gain of the whole branch", "dot", "square-open"),
     "random_reference": ("random reference direction", "dashdot", "triangle-up-open"),
     "shuffled_reference": ("reference of an earlier token", "longdash", "star-open"),
+    "matched_random_reference": ("random direction of equal strength", "longdashdot", "pentagon-open"),
+    "diagonal_removal": ("no self-attention", "2px,5px", "hexagon-open"),
+    "diagonal_removal_renormalised": ("no self-attention, rows renormalised", "9px,3px", "bowtie-open"),
 }
 UNITS = {"loss": "change of loss (nats per token)", "perplexity": "change of perplexity"}
 SCALES = {"parallel": "s_par", "perpendicular": "s_perp"}

@@ -182,6 +182,27 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monke
     assert "Traceback" not in err
 
 
+def test_attention_writes_its_files_and_prints_the_diagonal(capsys, tmp_path):
+    arguments = [
+        "--prompt",
+        "It is a truth",
+        "--site",
+        "value",
+        "--parallel",
+        0.5,
+        "--layers",
+        "1,3",
+        "--out",
+        tmp_path,
+    ]
+    code, out, _ = run(capsys, "attention", *TINY, *arguments)
+    assert code == 0
+    assert "mean before and after" in out
+    assert "CircuitsVis, layers 1, 3" in out
+    files = {"table.parquet", "table.csv", "meta.json", "figure.html", "attention.html"}
+    assert {p.name for p in tmp_path.iterdir()} == files
+
+
 @pytest.mark.parametrize("arguments", [["profil"], ["profile", "--no-such-option"], ["scale", "--parallel", "much"]])
 def test_a_command_that_cannot_be_read_ends_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as ended:

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lens_geometry.errors import GeometryError
-from lens_geometry.geometry import METRICS, component_change, decompose, lengths, measure, scale_components
+from lens_geometry.geometry import (
+    METRICS,
+    component_change,
+    decompose,
+    diagonal_change,
+    lengths,
+    matched_direction,
+    measure,
+    message_change,
+    scale_components,
+    smallest_operator,
+)
 
 
 def vectors():
@@ -186,3 +197,93 @@ def test_tensor_scales_apply_to_their_own_tokens():
 def test_tensors_that_cannot_be_decomposed_are_refused(update, reference, words):
     with pytest.raises(GeometryError, match=words):
         decompose(update, reference)
+
+
+@given(vectors(), st.floats(-3, 3))
+@settings(max_examples=100, deadline=None)
+def test_the_diagonal_change_is_how_much_of_the_reference_scaling_adds(pair, s_par):
+    update, reference = pair
+    added = diagonal_change(update, reference, s_par).unsqueeze(-1) * reference
+    expected = component_change(update, reference, s_par)
+    assert ((added - expected).norm(dim=-1) <= 1e-13 * update.norm(dim=-1)).all()
+    scales = torch.full((3,), s_par, dtype=torch.float64)
+    assert torch.equal(diagonal_change(update, reference, scales), diagonal_change(update, reference, s_par))
+    assert not diagonal_change(update, torch.zeros_like(update), s_par).any()
+
+
+@given(vectors(), st.floats(-3, 3), st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_a_change_of_the_message_meets_the_scalar_constraint(pair, s_par, seed):
+    update, reference = pair
+    message = torch.randn(update.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    change = message_change(update, reference, message, s_par)
+    edited = update + change.unsqueeze(-1) * message
+    unit = reference / reference.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+    size = (update.norm(dim=-1) + (change.unsqueeze(-1) * message).norm(dim=-1)) * unit.norm(dim=-1)
+    gap = (edited * unit).sum(-1) - s_par * (update * unit).sum(-1)
+    assert (gap.abs() <= 1e-12 * size)[change.isfinite()].all()
+    same = message_change(update, reference, reference, s_par)
+    assert torch.allclose(same, diagonal_change(update, reference, s_par), rtol=1e-12, atol=0)
+
+
+def test_a_message_without_a_part_along_the_reference_needs_an_infinite_weight_or_none():
+    update, reference = torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    message = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    assert message_change(update, reference, message, 0.5).tolist() == [-math.inf, 0.0]
+    assert message_change(update, reference, message, 1.0).tolist() == [0.0, 0.0]
+
+
+@given(vectors(), st.floats(-3, 3), st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_no_operator_of_the_same_action_is_smaller_than_the_smallest_one(pair, s_par, seed):
+    update, reference = pair
+    generator = torch.Generator().manual_seed(seed)
+    message, other = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (3, 4, 5)))
+    operator = smallest_operator(update, reference, message, s_par)
+    change = component_change(update, reference, s_par)
+    d = update.shape[-1]
+    assert operator.shape == (3, d, 5)
+    act = lambda b: torch.einsum("bij,bj->bi", b, message)  # noqa: E731
+    assert ((act(operator) - change).norm(dim=-1) <= 1e-13 * change.norm(dim=-1) + 1e-300).all()
+    size = torch.linalg.matrix_norm(operator)
+    assert torch.allclose(size, change.norm(dim=-1) / message.norm(dim=-1), rtol=1e-12, atol=1e-300)
+    beside = torch.zeros(3, d, 5, dtype=torch.float64)  # anything that does nothing to the message
+    beside[:, : min(d, 4)] = other[:, : min(d, 4)]
+    unit = message / message.norm(dim=-1, keepdim=True)
+    beside -= torch.einsum("bij,bj,bk->bik", beside, unit, unit)
+    assert (act(beside).abs() <= 1e-13).all()
+    assert (torch.linalg.matrix_norm(operator + beside) > size).all()
+
+
+def test_no_operator_makes_a_change_of_a_message_that_is_zero():
+    update, reference, nothing = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 0.0]]), torch.zeros(1, 5)
+    with pytest.raises(GeometryError, match="message is zero"):
+        smallest_operator(update, reference, nothing, 0.0)
+    assert not smallest_operator(update, reference, nothing, 1.0).any()
+    assert smallest_operator(update, reference, torch.full((1, 5), 1e-25), 0.0).isfinite().all()
+    with pytest.raises(GeometryError, match="batch axes"):
+        smallest_operator(update, reference, torch.ones(2, 5), 0.0)
+
+
+@given(vectors(), st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_against_a_matched_direction_the_parts_are_as_long_as_against_the_reference(pair, seed):
+    update, reference = pair
+    noise = torch.randn(update.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    direction = matched_direction(update, reference, noise)
+    if update.shape[-1] == 1:
+        return  # no direction is left to turn to
+    expected, found = lengths(update, reference), lengths(update, direction)
+    for name in ("parallel", "perpendicular"):
+        assert ((getattr(found, name) - getattr(expected, name)).abs() <= 1e-12 * expected.update).all()
+    moving = expected.update > 0
+    assert torch.allclose(direction.norm(dim=-1), moving.double(), atol=1e-12)
+
+
+def test_a_matched_direction_goes_round_the_update_with_the_noise():
+    generator = torch.Generator().manual_seed(0)
+    update, reference, noise = (torch.randn(1000, 48, generator=generator, dtype=torch.float64) for _ in range(3))
+    direction = matched_direction(update, reference, noise)
+    aside = decompose(direction, update).perpendicular
+    expected = decompose(noise, update).perpendicular
+    assert torch.cosine_similarity(aside, expected, dim=-1).min() > 1 - 1e-12

@@ -293,6 +293,35 @@ def test_controls_are_what_their_names_say():
             assert parallel_to.max() > 1 - 1e-9
 
 
+@pytest.mark.parametrize("site", ["value", "value_excl_self", "attn"])
+def test_a_matched_random_reference_changes_as_much_and_leaves_as_long_along_another_direction(site):
+    model, ids = zoo.build("llama_gqa", dtype=torch.float64), zoo.tokens()
+    name, layer = HOOKS[SITES[site].target].format(1), {"layers": 1, "parallel": 0.25}
+    clean, edit, matched, other = (
+        activations(model, ids, hooks)
+        for hooks in (
+            (),
+            scale(model, site, **layer),
+            scale(model, site, **layer, control="matched_random_reference"),
+            scale(model, site, **layer, control="matched_random_reference", seed=1),
+        )
+    )
+    facts = inspect(model).layers[1]
+    update, reference = SITES[site].vectors({key: clean[HOOKS[key].format(1)] for key in facts.shapes})
+    by_edit, by_control = edit[name] - clean[name], matched[name] - clean[name]
+    torch.testing.assert_close(by_control.norm(dim=-1), by_edit.norm(dim=-1), rtol=1e-9, atol=1e-12)
+    left, expected = (update + change for change in (by_control, by_edit))
+    torch.testing.assert_close(left.norm(dim=-1), expected.norm(dim=-1), rtol=1e-9, atol=1e-12)
+    # it lies along a reference against which the update has the same parallel part, whatever its sign
+    moved = lengths(update, by_edit).update > 1e-9
+    found = lengths(update, by_control)
+    assert torch.allclose(found.parallel[moved], lengths(update, reference).parallel[moved], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(0.75 * found.parallel[moved], by_control.norm(dim=-1)[moved], rtol=1e-9, atol=1e-9)
+    turned = torch.cosine_similarity(by_control, by_edit, dim=-1)[moved].abs()
+    assert turned.mean() < 0.8
+    assert not torch.allclose(matched[name], other[name], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

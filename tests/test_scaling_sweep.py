@@ -16,7 +16,7 @@ import torch
 import zoo
 
 from lens_geometry.data import tokenize
-from lens_geometry.edits import scale
+from lens_geometry.edits import remove_diagonal, scale
 from lens_geometry.errors import DataError, HookError, ModelError, ResultError, SiteError
 from lens_geometry.experiments import scaling_sweep
 from lens_geometry.experiments.scaling import parse_layers
@@ -71,6 +71,33 @@ def test_every_control_and_layer_set_has_its_row():
     assert not table.duplicated(["layers", "control", "component", "scale"]).any()
     both = rows(table, control="none", component="parallel", scale=0.0).set_index("layers")["loss"]
     assert both["all"] != both["1-"]
+
+
+def test_removals_of_the_diagonal_are_conditions_of_the_value_sites():
+    model, ids = zoo.build("llama_gqa", dtype=torch.float64), zoo.tokens(3, 10)
+    controls = ("matched_random_reference", "diagonal_removal", "diagonal_removal_renormalised")
+    more = {**SMALL, "controls": controls, "layers": ("all", "1-")}
+    table = scaling_sweep(model, ids, sites=("mlp", "value", "value_excl_self"), **more).table
+    assert set(rows(table, site="mlp")["control"]) == {"none", "matched_random_reference"}
+    for control, renormalise in (("diagonal_removal", False), ("diagonal_removal_renormalised", True)):
+        found = rows(table, control=control)
+        assert found[["site", "layers", "component", "scale"]].to_numpy().tolist() == [
+            [site, layers, "parallel", 0.0] for layers in more["layers"] for site in ("value", "value_excl_self")
+        ]
+        assert found.groupby("layers")["loss"].nunique().eq(1).all()
+        with torch.no_grad():
+            hooks = remove_diagonal(model, layers=slice(1, None), renormalise=renormalise)
+            loss = float(model.run_with_hooks(ids, return_type="loss", fwd_hooks=hooks))
+        assert rows(found, layers="1-")["loss"].iloc[0] == pytest.approx(loss, rel=1e-10)
+
+
+def test_removals_are_left_out_where_the_map_cannot_be_edited_and_refused_without_a_value_site():
+    model, controls = zoo.build("opt"), ("gain", "diagonal_removal")
+    with pytest.warns(UserWarning, match="diagonal_removal left out: the attention map cannot be edited"):
+        result = scaling_sweep(model, zoo.tokens(), sites=("value",), **{**SMALL, "controls": controls})
+    assert set(result.table["control"]) == {"none", "gain"}
+    with pytest.raises(SiteError, match="control of the value sites"):
+        scaling_sweep(zoo.build("gpt2"), zoo.tokens(), sites=("mlp",), **{**SMALL, "controls": controls})
 
 
 def test_batch_size_changes_no_loss():

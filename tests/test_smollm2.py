@@ -12,7 +12,7 @@ import zoo
 
 from lens_geometry import fetch, models
 from lens_geometry.data import load_text, tokenize
-from lens_geometry.edits import applied, scale
+from lens_geometry.edits import applied, diagonal, scale
 from lens_geometry.errors import ModelError
 from lens_geometry.experiments import mlp_sweep, profile, scaling_sweep
 from lens_geometry.metrics import sequence_losses
@@ -112,3 +112,30 @@ def test_repeated_random_tokens_are_known_by_induction_and_shuffled_prose_is_not
     assert loss["repeated-random"] < first_half - 8, "nats that the repeat is easier: 10.7 when this was written"
     assert loss["shuffled:austen"] > loss["austen"] + 2, "nats that word order is worth: 3.1 when this was written"
     assert loss["python"] < loss["austen"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_diagonal_form_gives_the_logits_of_the_edit_of_z(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    ids = tokenize(model, load_text("austen"), max_sequences=2, sequence_length=64).ids
+    for site in ("value", "value_excl_self"):
+        found = []
+        for edit in (diagonal, scale):
+            with torch.no_grad(), applied(model, edit(model, site, parallel=0.5)):
+                found.append(model(ids, return_type="logits"))
+        by_map, by_hook = found
+        assert (by_map - by_hook).abs().max() < 1e-5 * (by_hook.max() - by_hook.min())
+
+
+def test_on_the_real_model_the_scalar_constraint_of_attn_is_met(directory: Path) -> None:
+    model = models.load_model("smollm2-135m")
+    ids = tokenize(model, load_text("austen"), max_sequences=2, sequence_length=64).ids
+    kept: dict[str, torch.Tensor] = {}
+    keep = [
+        (name, lambda tensor, hook, name=name: kept.update({name: tensor.double()}))
+        for name in ("blocks.12.hook_resid_pre", "blocks.12.hook_attn_out")
+    ]
+    with torch.no_grad(), applied(model, [*diagonal(model, "attn", parallel=0.0, layers=12), *keep]):
+        model(ids, return_type="logits")
+    before, added = kept.values()
+    assert ((before * added).sum(-1).abs() <= 1e-6 * before.norm(dim=-1) * added.norm(dim=-1)).all()

@@ -15,12 +15,12 @@ from lens_geometry.anatomy import LayerFacts, n_vectors, require
 from lens_geometry.edits.hooks import Collector, Hooks, tag
 from lens_geometry.edits.noise import Batch, earlier_tokens, normal_noise
 from lens_geometry.errors import GeometryError, HookError, SiteError
-from lens_geometry.geometry import component_change
+from lens_geometry.geometry import component_change, matched_direction
 from lens_geometry.sites import Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
 from lens_geometry.slices import join_slices, split_carrier
 
 Scale = float | Tensor | Callable[[Tensor], Tensor]
-Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain"]
+Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain", "matched_random_reference"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 
 
@@ -57,6 +57,9 @@ def scale(
         control: a comparison in the edit's place. "random_reference" and "shuffled_reference" (that of
             an earlier token) scale along the wrong direction; "isotropic" makes a change of the same norm in
             a random direction; "gain" scales the whole update by the one scale that is not 1.
+            "matched_random_reference" scales along a random direction at the reference's own angle to the update,
+            so that it changes the update by as much and leaves it as long (at value_excl_self the self
+            message is kept, and a random direction of equal strength is scaled in the rest).
         seed, batch: the noise of the controls; see `Batch`.
 
     Returns hooks in firing order. The first call on a model runs one small forward pass to check the site.
@@ -176,6 +179,9 @@ class _LayerEdit:
             reference = normal_noise(update, self.batch, self.seed, self.layer)
         elif self.control == "shuffled_reference":
             reference = earlier_tokens(reference, self.batch, self.seed, self.layer)
+        elif self.control == "matched_random_reference":
+            noise = normal_noise(update, self.batch, self.seed, self.layer)
+            reference = matched_direction(update, reference, noise)
         change = component_change(update, reference, parallel, perpendicular)
         if self.control == "isotropic":
             direction = self._inside(normal_noise(change, self.batch, self.seed, self.layer))

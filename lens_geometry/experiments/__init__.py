@@ -1,5 +1,6 @@
 """WHY: one file per question. Each is a function of (model, data, settings) that returns a Result."""
 
+from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
@@ -10,6 +11,7 @@ from lens_geometry.experiments.strength import StrengthSettings, applied_strengt
 from lens_geometry.experiments.validate import site_table, validate
 
 __all__ = [
+    "AttentionSettings",
     "BasinSettings",
     "HeadSettings",
     "MlpSettings",
@@ -18,7 +20,9 @@ __all__ = [
     "ScheduleSettings",
     "StrengthSettings",
     "applied_strength",
+    "attention_maps",
     "basin",
+    "diagonal_numbers",
     "head_sweep",
     "mlp_sweep",
     "profile",

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from lens_geometry.anatomy import inspect
-from lens_geometry.edits import CONTROLS, Control, scale
+from lens_geometry.edits import CONTROLS, Hooks, remove_diagonal, scale
 from lens_geometry.errors import DataError, HookError, SiteError
 from lens_geometry.experiments.columns import loss_columns, status_counts
 from lens_geometry.experiments.profile import available_sites
@@ -34,6 +34,9 @@ from lens_geometry.runner import (
 )
 from lens_geometry.sites import SITES, Grouping, choose_layers
 
+REMOVALS = {"diagonal_removal": False, "diagonal_removal_renormalised": True}
+"""Controls of the value sites that set A_tt to 0, and whether the rest of the row is renormalised."""
+
 
 @dataclass(frozen=True)
 class ScalingSettings(RunSettings):
@@ -45,7 +48,9 @@ class ScalingSettings(RunSettings):
         grouping: value-space vectors by head ("each"), "kv_group" or "merged".
         parallel: retained scales of the parallel part, the perpendicular part kept.
         perpendicular: retained scales of the perpendicular part, the parallel part kept.
-        controls: run beside the edit ("gain", "isotropic", "random_reference", "shuffled_reference").
+        controls: run beside the edit: "gain", "isotropic", "random_reference", "shuffled_reference"; on demand
+            "matched_random_reference", and for value sites "diagonal_removal" and
+            "diagonal_removal_renormalised" (no token attends to itself; one condition, at scale 0).
         control_scales: the scales at which the controls are run.
         skip_position_0: leave position 0 unedited (there the value site *is* its reference).
     """
@@ -55,7 +60,7 @@ class ScalingSettings(RunSettings):
     grouping: Grouping = "each"
     parallel: tuple[float, ...] = (-1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
     perpendicular: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-    controls: tuple[str, ...] = tuple(control for control in CONTROLS if control != "none")
+    controls: tuple[str, ...] = ("random_reference", "shuffled_reference", "isotropic", "gain")
     control_scales: tuple[float, ...] = (0.0, 0.5)
     skip_position_0: bool = False
 
@@ -66,7 +71,7 @@ class _Cell:
 
     site: str
     layers: str
-    control: Control
+    control: str
     component: str
     scale: float
 
@@ -74,6 +79,8 @@ class _Cell:
     def key(self) -> str:
         if self.control == "none" and self.scale == 1.0:  # the same edit for both components
             return f"{self.site} {self.layers} no-op"
+        if self.control in REMOVALS:  # the same edit for both value sites
+            return f"{self.layers} {self.control}"
         return f"{self.site} {self.layers} {self.control} {self.component} {self.scale!r}"
 
     @property
@@ -115,12 +122,17 @@ def scaling_sweep(
     settings, started = replace(settings or ScalingSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites, editing=True)
-    cells = list(dict.fromkeys(_cells(settings, sites)))
     layer_sets = {text: parse_layers(text, inspect(model).n_layers) for text in settings.layers}
+    possible, without = _removable(model, settings, sites, layer_sets)
+    left_out += without
+    cells = list(dict.fromkeys(_cells(possible, sites)))
     check_effects(model, sites, {layers[0] for layers in layer_sets.values()})
     positions = slice(1, None) if settings.skip_position_0 else None
 
     def condition(cell: _Cell) -> Condition:
+        if cell.control in REMOVALS:
+            hooks = partial(_removal, model, cell.control, layer_sets[cell.layers], positions)
+            return Condition(cell.key, lambda batch: hooks())
         make = partial(
             scale,
             model,
@@ -130,7 +142,7 @@ def scaling_sweep(
             layers=layer_sets[cell.layers],
             positions=positions,
             grouping=settings.grouping if SITES[cell.site].has_heads else "each",
-            control=cell.control,
+            control=cell.control,  # type: ignore[arg-type]
             seed=settings.seed,
         )
         return Condition(cell.key, lambda batch: make(batch=batch), first_layer=layer_sets[cell.layers][0])
@@ -192,9 +204,10 @@ def parse_layers(text: str, n_layers: int) -> tuple[int, ...]:
 
 def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]:
     """Every condition, the no-op of each site among them."""
-    unknown = set(settings.controls) - set(CONTROLS)
+    unknown = set(settings.controls) - {*CONTROLS, *REMOVALS}
     if unknown:
-        raise SiteError(f"there is no control {sorted(unknown)}", cure=f"choose among {', '.join(CONTROLS)}")
+        known = ", ".join((*CONTROLS, *REMOVALS))
+        raise SiteError(f"there is no control {sorted(unknown)}", cure=f"choose among {known}")
     if not settings.parallel and not settings.perpendicular:
         raise DataError("the grid is empty", cure="give scales for parallel or perpendicular")
     for layers in settings.layers:
@@ -203,10 +216,38 @@ def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]
                 for number in sorted({*getattr(settings, component), 1.0}):
                     yield _Cell(site, layers, "none", component, number)
             for control in settings.controls:
+                if control in REMOVALS:
+                    if SITES[site].has_heads:
+                        yield _Cell(site, layers, control, "parallel", 0.0)
+                    continue
                 # gain has no component; one along a random or shuffled reference is compared with the parallel part
                 for component in ("parallel", "perpendicular") if control == "isotropic" else ("parallel",):
                     for number in settings.control_scales:
-                        yield _Cell(site, layers, control, component, number)  # type: ignore[arg-type]
+                        yield _Cell(site, layers, control, component, number)
+
+
+def _removal(model: Any, control: str, layers: Any, positions: slice | None) -> Hooks:
+    return remove_diagonal(model, layers=layers, positions=positions, renormalise=REMOVALS[control])
+
+
+def _removable(
+    model: Any, settings: ScalingSettings, sites: tuple[str, ...], layer_sets: dict[str, tuple[int, ...]]
+) -> tuple[ScalingSettings, list[str]]:
+    """The settings without removals of the diagonal where this model's map cannot be edited, and why."""
+    wanted = [control for control in settings.controls if control in REMOVALS]
+    if not wanted:
+        return settings, []
+    if not any(SITES[site].has_heads for site in sites):
+        raise SiteError(
+            f"{wanted[0]} is a control of the value sites", cure="add the site 'value' or 'value_excl_self'"
+        )
+    try:
+        for layers in layer_sets.values():
+            _removal(model, wanted[0], layers, None)
+    except SiteError as error:
+        kept = tuple(control for control in settings.controls if control not in REMOVALS)
+        return replace(settings, controls=kept), [f"{', '.join(wanted)} left out: {error.problem}"]
+    return settings, []
 
 
 def _row(cell: _Cell, found: SequenceLosses, base: SequenceLosses, settings: ScalingSettings) -> dict[str, Any]:

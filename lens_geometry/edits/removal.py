@@ -1,0 +1,81 @@
+"""Hard removal of the attention map's diagonal: the blunt control beside `diagonal`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from lens_geometry.edits.diagonal import FORMS, Positions, Which, layer_edits
+from lens_geometry.edits.hooks import Hooks
+from lens_geometry.edits.reach import require_map
+from lens_geometry.edits.scaling import _LayerEdit
+from lens_geometry.errors import HookError, SiteError
+
+
+def remove_diagonal(
+    model: Any,
+    *,
+    layers: Which = None,
+    heads: Which = None,
+    positions: Positions = None,
+    renormalise: bool,
+    keep_first: bool = True,
+) -> Hooks:
+    """A_tt = 0: no token attends to itself. The blunt control beside `diagonal`.
+
+    Args:
+        model: any TransformerLens model whose attention map can be edited.
+        layers, heads, positions: which ones are edited; None is all.
+        renormalise: divide the rest of the row by its sum, so that it sums to 1 as it did.
+        keep_first: rows that have no other entry stay as they are: token 0, and the first real token after
+            padding on the left. Without it such rows become zero, and there is nothing to renormalise.
+
+    It needs no values, and so works under a KV cache too. Raises SiteError when the model's map cannot be edited,
+    or for `renormalise` without `keep_first`; HookError, when run, for positions in a cached step.
+    """
+    if renormalise and not keep_first:
+        raise SiteError(
+            "a row whose only entry is removed has nothing left to renormalise",
+            where="token 0",
+            cure="use keep_first=True, or renormalise=False (such rows are zero then)",
+        )
+    anatomy, chosen = require_map(model, layers)
+    edits = layer_edits(
+        partial(_Removal, renormalise=renormalise, keep_first=keep_first),
+        model, anatomy, chosen, FORMS["value"], 0.0, heads, positions, "each",
+    )  # fmt: skip
+    return [hook for edit in edits for hook in edit.hooks(())]
+
+
+@dataclass(frozen=True)
+class _Removal(_LayerEdit):
+    """How the diagonal of one layer's map is removed."""
+
+    renormalise: bool
+    keep_first: bool
+
+    def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        queries, keys = tensor.shape[-2:]
+        if queries != keys and self.positions is not None and not isinstance(self.positions, Tensor):
+            raise HookError(
+                f"this pass has {queries} queries for {keys} keys: under a KV cache its positions are not known",
+                where=self.where,
+                cure="generate with use_past_kv_cache=False, or leave positions out",
+            )
+        whole = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        places = torch.arange(keys, device=tensor.device)
+        own = places == places[keys - queries :].unsqueeze(-1)  # the queries are the last keys
+        rows = whole.masked_fill(own, 0.0)
+        rest = rows.sum(-1, keepdim=True)
+        if self.renormalise:
+            rows = rows / rest.masked_fill(rest == 0, 1.0)
+        everywhere = whole.new_ones(tensor.shape[0], queries, tensor.shape[1], 1)
+        chosen = rearrange(self._selected(everywhere), "batch query head one -> batch head query one") != 0
+        if self.keep_first:
+            chosen = chosen & (rest != 0)
+        return torch.where(chosen, rows, whole).to(tensor.dtype)
