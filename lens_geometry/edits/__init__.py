@@ -12,8 +12,20 @@ Hooks run in list order, so an edit sees what earlier edits in the list have don
 
 from lens_geometry.edits.applied import applied
 from lens_geometry.edits.hooks import HookFn, Hooks
-from lens_geometry.edits.noise import Batch
+from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 
-__all__ = ["CONTROLS", "Batch", "Control", "HookFn", "Hooks", "Scale", "applied", "observe", "scale"]
+__all__ = [
+    "CONTROLS",
+    "WHEN",
+    "Batch",
+    "Control",
+    "HookFn",
+    "Hooks",
+    "Scale",
+    "When",
+    "applied",
+    "observe",
+    "scale",
+]
