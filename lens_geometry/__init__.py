@@ -12,8 +12,11 @@ from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    GenerationSettings,
     ProfileSettings,
     ScalingSettings,
+    continuations,
+    generation_profile,
     profile,
     scaling_sweep,
     site_table,
@@ -26,6 +29,7 @@ from lens_geometry.results import Result
 
 __all__ = [
     "Batch",
+    "GenerationSettings",
     "LensGeometryError",
     "ProfileSettings",
     "Result",
@@ -33,8 +37,10 @@ __all__ = [
     "Text",
     "Tokens",
     "applied",
+    "continuations",
     "decompose",
     "describe",
+    "generation_profile",
     "known_models",
     "load_model",
     "load_text",

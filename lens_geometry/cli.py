@@ -20,13 +20,17 @@ from lens_geometry import models
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    GenerationSettings,
     ProfileSettings,
     ScalingSettings,
+    continuations,
+    generation_profile,
     profile,
     scaling_sweep,
     site_table,
     validate,
 )
+from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result
 
@@ -65,7 +69,7 @@ class Loading:
         )
 
 
-LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
+LOADING, PROFILE, SCALING, GENERATION = Loading(), ProfileSettings(), ScalingSettings(), GenerationSettings()
 
 
 def models_command() -> int:
@@ -161,6 +165,30 @@ def scale_command(
     return _saved(result, out)
 
 
+def generate_command(
+    loading: Loading = LOADING,
+    prompts: tuple[str, ...] = (),
+    out: Path = Path("results/generate"),
+    settings: GenerationSettings = GENERATION,
+) -> int:
+    """Let the model continue prompts, unedited and under edits, and measure its updates token by token.
+
+    Example: lens-geometry generate --prompts "Call me" --sites attn --parallel 0 --when always new --max-new-tokens 20
+
+    Args:
+        loading: which model.
+        prompts: texts to continue; a few bundled ones when left out.
+        out: directory for the continuations' files; those of the profile over steps go to its subdirectory profile.
+        settings: what is edited, by how much, and how many tokens are made.
+    """
+    model, texts = loading.load(), list(prompts) or None
+    edited = continuations(model, texts, settings)
+    print(_side_by_side(edited.table))
+    measured = generation_profile(model, texts, settings)
+    _saved(edited, out)
+    return _saved(measured, out / "profile")
+
+
 def report_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -169,8 +197,9 @@ def report_command(
     sweep_sequences: int = 6,
     sequence_length: int = 128,
     seed: int = 0,
+    generated_tokens: int = 24,
 ) -> int:
-    """Profile and scaling sweep of one model on one text, in one self-contained report.html.
+    """Profile, scaling sweep and edited continuations of one model, in one self-contained report.html.
 
     Example: lens-geometry report --model smollm2-135m --text moby-dick --out my-report
 
@@ -182,6 +211,7 @@ def report_command(
         sweep_sequences: sequences in the sweep, which runs about a hundred conditions over them.
         sequence_length: tokens per sequence.
         seed: of noise and bootstrap.
+        generated_tokens: new tokens in the edited continuations of a few bundled prompts; 0 leaves them out.
     """
     model, data = loading.load(), load_text(text)
     shared: dict[str, Any] = {"sequence_length": sequence_length, "seed": seed}
@@ -189,7 +219,12 @@ def report_command(
         profile(model, data, ProfileSettings(max_sequences=profile_sequences, **shared)),
         scaling_sweep(model, data, ScalingSettings(max_sequences=sweep_sequences, **shared), out=out / "scale"),
     ]
-    for result, name in zip(results, ("profile", "scale"), strict=True):
+    names = ["profile", "scale"]
+    if generated_tokens:
+        generation = GenerationSettings(parallel=(0.0,), max_new_tokens=generated_tokens, seed=seed)
+        results += [continuations(model, None, generation), generation_profile(model, None, generation)]
+        names += ["generate", "generate/profile"]
+    for result, name in zip(results, names, strict=True):
         _saved(result, out / name)
     path = write_report(results, out / "report.html")
     print("\n".join(findings(results)))
@@ -204,6 +239,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "profile": profile_command,
     "scale": scale_command,
     "report": report_command,
+    "generate": generate_command,
 }
 
 
@@ -248,6 +284,18 @@ def _scaling_summary(table: pd.DataFrame) -> str:
     )
     shown = shown[sorted(shown.columns)]
     return "change of loss (nats) by retained scale\n" + shown.to_string(float_format="{:+.3f}".format, na_rep="")
+
+
+def _side_by_side(table: pd.DataFrame) -> str:
+    """Every prompt with its continuations, a bar where each parts from the unedited one."""
+    lines = []
+    for _, rows in table.groupby("prompt", sort=False):
+        lines.append(f"prompt: {rows['prompt_text'].iloc[0]}")
+        for row in rows.itertuples():
+            same, other = parted(row)
+            lines.append(f"  {edit_label(row)} ({edit_numbers(row)})")
+            lines.append(f"    {same}{f'┃{other}' if other else ''}".replace("\n", "\n    "))
+    return "\n".join([*lines, "┃ first difference from the unedited continuation"])
 
 
 def _quiet() -> None:

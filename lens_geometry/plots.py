@@ -1,4 +1,4 @@
-"""Figures from tables: the profile by depth, its heads, and (from `sweep_plots`) the scaling sweep.
+"""Figures from tables: the profile by depth and its heads; `sweep_plots` and `generation_plots` have the others.
 
 Every function takes a plain DataFrame, as the experiment of that name returns it, and gives a plotly figure
 that reads on a light and on a dark page. A site has one colour and one marker everywhere. A cross marks what
@@ -18,9 +18,19 @@ import plotly.graph_objects as go
 
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
 from lens_geometry.errors import ResultError
+from lens_geometry.generation_plots import continuations_figure, generation_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
-__all__ = ["METRICS", "controls_figure", "figure", "profile_figure", "profile_heads_figure", "sweep_figure"]
+__all__ = [
+    "METRICS",
+    "continuations_figure",
+    "controls_figure",
+    "figure",
+    "generation_figure",
+    "profile_figure",
+    "profile_heads_figure",
+    "sweep_figure",
+]
 
 METRICS = {  # the panel's title, and whether its axis is logarithmic
     "parallel_ratio": ("parallel_ratio: parallel size / perpendicular size", True),
@@ -37,6 +47,10 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = profile_figure(table)
     elif experiment == "scaling_sweep":
         drawn = sweep_figure(table, quantities=tuple(UNITS))
+    elif experiment == "generation_profile":
+        drawn = generation_figure(table, METRICS)
+    elif experiment == "continuations":
+        drawn = continuations_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:

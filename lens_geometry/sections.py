@@ -7,14 +7,19 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
+from lens_geometry import generation_sections, plots
 from lens_geometry import html_pieces as pieces
-from lens_geometry import plots
 from lens_geometry.axes import interval, number
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
 SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
-TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+TITLES = {
+    "profile": "Directional profile",
+    "scaling_sweep": "Component scaling",
+    "generation_profile": "Profile over generation steps",
+    "continuations": "Edited continuations",
+}
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
     "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
@@ -56,7 +61,12 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    inside = {
+        "profile": profile_section,
+        "scaling_sweep": sweep_section,
+        "generation_profile": generation_section,
+        "continuations": continuations_section,
+    }.get(result.experiment, plain_section)
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
@@ -189,6 +199,21 @@ def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
     return interval(value, low, high, signed=True).replace(" [", "\n[")
 
 
+def generation_section(table: pd.DataFrame, key: str) -> list[str]:
+    """Metrics by generation step, and maps of layer by step."""
+    meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique()}
+    return [
+        *_reading(generation_sections.PROFILE_WORDS, meanings),
+        *generation_sections.profile_parts(table, key, METRICS),
+    ]
+
+
+def continuations_section(table: pd.DataFrame, key: str) -> list[str]:
+    """Edited continuations beside the unedited one, prompt by prompt."""
+    meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique() if site != "none"}
+    return [*_reading(generation_sections.WORDS, meanings), *generation_sections.continuation_parts(table)]
+
+
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
     """The first rows of a table that has no section of its own."""
     rows = [
@@ -215,6 +240,10 @@ def table_warnings(result: Result) -> list[str]:
             f"undefined ({', '.join(map(str, rows['site'].unique()))})."
             for metric, rows in left_out.groupby("metric", sort=False)
         ]
+    if result.experiment == "continuations":
+        counts = table["status"].value_counts()
+        words = {"nonfinite": "are not finite", "no_effect": "are of an edit that changed nothing"}
+        return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment != "scaling_sweep":
         return []
     found, lost = [], table[table["status"] == "nonfinite"]
