@@ -111,8 +111,9 @@ def edit_numbers(row: Any) -> str:
 
 
 def parted(row: Any) -> tuple[str, str]:
-    """A continuation's text up to where it parts from the unedited one, and from there on."""
-    return row.text[: row.agreed_characters], row.text[row.agreed_characters :]
+    """A continuation's text up to where it parts from the unedited one, and from there on; no control characters."""
+    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in row.text)
+    return shown[: row.agreed_characters], shown[row.agreed_characters :]
 
 
 def continuations_figure(table: pd.DataFrame) -> go.Figure:
