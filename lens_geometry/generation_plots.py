@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,12 @@ import plotly.graph_objects as go
 
 from lens_geometry.axes import INK, RULE, add_line, interval, log_ticks, number, panels, require
 
+METRICS = {  # the panel's title, and whether its axis is logarithmic
+    "parallel_ratio": ("parallel_ratio: parallel size / perpendicular size", True),
+    "alpha": ("alpha: signed length along the reference", False),
+    "parallel_fraction": ("parallel_fraction: parallel size / update size", False),
+    "update_over_reference": ("update_over_reference: update size / reference size", True),
+}
 PROFILE = "site layer step metric mean ci_low ci_high n n_infinite n_undefined"
 CONTINUATIONS = (
     "prompt prompt_text site parallel when text agreed_characters n_new n_agree logprob repetition eos_step status"
@@ -22,22 +28,24 @@ MAPPED = "parallel_fraction"
 
 
 def generation_figure(
-    table: pd.DataFrame, metrics: Mapping[str, tuple[str, bool]], *, sites: Sequence[str] | None = None
+    table: pd.DataFrame, metrics: Sequence[str] = tuple(METRICS), *, sites: Sequence[str] | None = None
 ) -> go.Figure:
     """A panel per metric (a line per site, the mean over layers, by step), then a map of layer by step per site.
 
-    `metrics` gives each its title and whether its axis is logarithmic; `sites` chooses the maps, all by default. Bars
-    are 95 % intervals over prompts. `ResultError` where columns or rows are missing.
+    `sites` chooses the maps, all by default. Bars are 95 % intervals over prompts. `ResultError` where columns or
+    rows are missing.
     """
     require(table, PROFILE, "generation_profile")
     mapped = [str(site) for site in (table["site"].unique() if sites is None else sites)]
-    titles = [title for title, _ in metrics.values()] + [f"{html.escape(site)}: {MAPPED} by layer" for site in mapped]
+    titles = [METRICS.get(metric, (metric,))[0] for metric in metrics] + [
+        f"{html.escape(site)}: {MAPPED} by layer" for site in mapped
+    ]
     columns = min(2, len(titles))
     drawn = panels(titles, columns)
     pooled = table[table["layer"].isna()].sort_values("step", kind="stable")
-    for index, (metric, (_, log)) in enumerate(metrics.items()):
+    for index, metric in enumerate(metrics):
         place = {"row": index // columns + 1, "col": index % columns + 1}
-        _lines(drawn, pooled, metric, log, place, legend=index == 0)
+        _lines(drawn, pooled, metric, METRICS.get(metric, ("", False))[1], place, legend=index == 0)
         drawn.update_xaxes(title_text="step", **place)
     maps = table[table["layer"].notna() & (table["metric"] == MAPPED)]
     for index, site in enumerate(mapped, len(metrics)):
@@ -128,10 +136,10 @@ def continuations_figure(table: pd.DataFrame) -> go.Figure:
         fills.append(RULE)
         for row in rows.itertuples():
             same, other = parted(row)
-            first.append(f"{html.escape(edit_label(row))}<br><i>{html.escape(edit_numbers(row))}</i>")
+            first.append(f"{html.escape(edit_label(row))}<br>{_facts(row)}")
             second.append(_line(same) + (f"<b><u>{_line(other)}</u></b>" if other else ""))
             fills.append("rgba(0,0,0,0)")
-    height = 80 + sum(20 * max(2, math.ceil(len(text) / 80)) + 12 for text in second)
+    height = 80 + sum(20 * max(5, math.ceil(len(text) / 80)) for text in second)
     cells = {"align": "left", "fill_color": [fills], "line_color": RULE, "font": {"size": 12, "color": INK}}
     drawn = go.Figure(
         go.Table(
@@ -142,6 +150,11 @@ def continuations_figure(table: pd.DataFrame) -> go.Figure:
     )
     margin = {"l": 8, "r": 8, "t": 48, "b": 8}
     return drawn.update_layout(height=height, margin=margin, template="none", paper_bgcolor="rgba(0,0,0,0)")
+
+
+def _facts(row: Any) -> str:
+    """The numbers of one continuation, each on a line of its own: such a cell wraps nothing by itself."""
+    return "<br>".join(f"<i>{html.escape(fact)}</i>" for fact in edit_numbers(row).split("; "))
 
 
 def _line(text: str) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
 from lens_geometry.axes import interval, number, require
-from lens_geometry.generation_plots import CONTINUATIONS, MAPPED, edit_label, edit_numbers, parted
+from lens_geometry.generation_plots import CONTINUATIONS, MAPPED, METRICS, edit_label, edit_numbers, parted
 from lens_geometry.stats import bootstrap_interval
 
 PROFILE_WORDS = (
@@ -30,16 +30,17 @@ def profile_parts(table: pd.DataFrame, key: str, captions: dict[str, str]) -> li
     """Switches, a figure per metric by step, and a map of layer by step per site."""
     pooled = table[table["layer"].isna()]
     sites = [str(site) for site in pooled["site"].unique()]
-    metrics = {name: title for name, title in plots.METRICS.items() if name in set(pooled["metric"])}
+    metrics = [name for name in METRICS if name in set(pooled["metric"])]
+    captions = {**captions, "parallel_fraction": "The parallel part's share of the update's length."}
     figures = [
         pieces.plot(
-            plots.generation_figure(table, {name: about}, sites=[]), f"{key}-{name}", about[0], captions.get(name, "")
+            plots.generation_figure(table, [name], sites=[]), f"{key}-{name}", METRICS[name][0], captions.get(name, "")
         )
-        for name, about in metrics.items()
+        for name in metrics
     ]
-    scale = plots.generation_figure(table, {}, sites=sites).layout.coloraxis
+    scale = plots.generation_figure(table, [], sites=sites).layout.coloraxis
     for site in sites:
-        drawn = plots.generation_figure(table, {}, sites=[site])
+        drawn = plots.generation_figure(table, [], sites=[site])
         drawn.update_layout(coloraxis={"cmin": scale.cmin, "cmax": scale.cmax, "colorbar": {"title": None}})
         caption = f"{MAPPED} of every layer at every step, mean over prompts; one colour scale for all sites."
         figures.append(pieces.plot(drawn, f"{key}-map-{site}", f"{site}, layer by step", caption, switched=False))
@@ -64,7 +65,10 @@ def continuation_parts(table: pd.DataFrame) -> list[str]:
         "the unedited continuation of the same prompt; rows that are not finite are left out."
     )
     columns = ["edit", "first tokens that agree", "prompts that differ", "change of log-probability", "repetition"]
-    return [pieces.grid(caption, columns, _summary(labelled)), *(_beside(rows) for _, rows in _prompts(labelled))]
+    return [
+        pieces.grid(caption, columns, _summary(labelled), "edits"),
+        *(_beside(rows) for _, rows in _prompts(labelled)),
+    ]
 
 
 def _prompts(table: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:

@@ -48,7 +48,7 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
     elif experiment == "scaling_sweep":
         drawn = sweep_figure(table, quantities=tuple(UNITS))
     elif experiment == "generation_profile":
-        drawn = generation_figure(table, METRICS)
+        drawn = generation_figure(table)
     elif experiment == "continuations":
         drawn = continuations_figure(table)
     elif experiment in ("sites", "validate"):

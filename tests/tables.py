@@ -145,7 +145,8 @@ def generation_table(sites: Sequence[str] = ("attn", "value"), layers: int = 4, 
         for layer in [pd.NA, *range(layers)]:
             height = (layers - 1) / 2 if layer is pd.NA else layer
             for step in range(steps):
-                for metric, value in _metrics(0.1 + 0.1 * index + 0.1 * height + 0.02 * step, 0, 3, index).items():
+                fraction = 0.05 + 0.07 * index + 0.3 * height / layers + 0.2 * step / steps
+                for metric, value in _metrics(fraction, 0, 3, index).items():
                     rows.append({
                         "site": site, "layer": layer, "step": step, "metric": metric, "mean": value, "std": 0.1,
                         "ci_low": 0.9 * value, "ci_high": 1.1 * value, "n": 3, "n_infinite": 0, "n_undefined": 0,

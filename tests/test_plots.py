@@ -265,7 +265,7 @@ def test_a_step_without_a_mean_is_a_cross_and_one_that_left_numbers_out_is_open(
     table.loc[pooled & (table.step == 1), "n_infinite"] = 2
     table.loc[pooled & (table.step == 3), ["mean", "ci_low", "ci_high"]] = math.nan
     table.loc[(table.metric == "parallel_fraction") & (table.step == 0) & (table.layer == 1), "mean"] = math.nan
-    figure = plots.generation_figure(table, plots.METRICS)
+    figure = plots.generation_figure(table)
     line, cross = lines(figure, "value")[:2]
     assert [x for x, symbol in zip(line.x, line.marker.symbol, strict=True) if symbol.endswith("-open")] == [1]
     assert "2 numbers left out" in line.text[1]
@@ -281,7 +281,7 @@ def test_continuations_stand_side_by_side_and_markup_in_them_stays_text() -> Non
     assert second[0] == "<b>It was<br>1 &lt; 2</b>"
     assert second[1] == "once upon a time"
     assert second[2] == "once <b><u>again, &lt;b&gt;again&lt;/b&gt;</u></b>"
-    assert "attn, s_par = 0, new tokens<br><i>agrees for 1 of 4 tokens; log-probability −1.75" in first[2]
+    assert "attn, s_par = 0, new tokens<br><i>agrees for 1 of 4 tokens</i><br><i>log-probability −1.75" in first[2]
     assert "not finite" in first[3]
     assert "the edit changed nothing" in first[4]
     for name in ("continuations", "generation_profile"):
