@@ -24,6 +24,7 @@ from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    GenerationSettings,
     HeadSettings,
     MlpSettings,
     ProfileSettings,
@@ -33,7 +34,9 @@ from lens_geometry.experiments import (
     applied_strength,
     attention_maps,
     basin,
+    continuations,
     diagonal_numbers,
+    generation_profile,
     head_sweep,
     mlp_sweep,
     profile,
@@ -42,6 +45,7 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
+from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
@@ -87,6 +91,7 @@ HEADS, STRENGTH = HeadSettings(), StrengthSettings()
 BASIN, SCHEDULE = BasinSettings(), ScheduleSettings()
 MLP = MlpSettings()
 ATTENTION = AttentionSettings()
+GENERATION = GenerationSettings()
 
 
 def models_command() -> int:
@@ -315,6 +320,30 @@ def mlp_command(
     return _saved(result, out)
 
 
+def generate_command(
+    loading: Loading = LOADING,
+    prompts: tuple[str, ...] = (),
+    out: Path = Path("results/generate"),
+    settings: GenerationSettings = GENERATION,
+) -> int:
+    """Let the model continue prompts, unedited and under edits, and measure its updates token by token.
+
+    Example: lens-geometry generate --prompts "Call me" --sites attn --parallel 0 --when always new --max-new-tokens 20
+
+    Args:
+        loading: which model.
+        prompts: texts to continue; a few bundled ones when left out.
+        out: directory for the continuations' files; those of the profile over steps go to its subdirectory profile.
+        settings: what is edited, by how much, and how many tokens are made.
+    """
+    model, texts = loading.load(), list(prompts) or None
+    edited = continuations(model, texts, settings)
+    print(_side_by_side(edited.table))
+    measured = generation_profile(model, texts, settings)
+    _saved(edited, out)
+    return _saved(measured, out / "profile")
+
+
 def report_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -323,9 +352,10 @@ def report_command(
     sweep_sequences: int = 6,
     sequence_length: int = 128,
     seed: int = 0,
+    generated_tokens: int = 24,
     include: tuple[Path, ...] = (),
 ) -> int:
-    """Profile and scaling sweep of one model on one text, in one self-contained report.html.
+    """Profile, scaling sweep and edited continuations of one model, in one self-contained report.html.
 
     Example: lens-geometry report --model smollm2-135m --text moby-dick --out my-report
 
@@ -339,6 +369,7 @@ def report_command(
         sequence_length: tokens per sequence.
         seed: of noise, bootstrap and random tokens.
         include: directories that other commands wrote (heads, strength, ...): their results join the report.
+        generated_tokens: new tokens in the edited continuations of a few bundled prompts; 0 leaves them out.
     """
     others = [Result.load(directory) for directory in include]
     model, data = loading.load(), load_text(text)
@@ -347,7 +378,12 @@ def report_command(
         profile(model, data, ProfileSettings(max_sequences=profile_sequences, **shared)),
         scaling_sweep(model, data, ScalingSettings(max_sequences=sweep_sequences, **shared), out=out / "scale"),
     ]
-    for result, name in zip(results, ("profile", "scale"), strict=True):
+    names = ["profile", "scale"]
+    if generated_tokens:
+        generation = GenerationSettings(parallel=(0.0,), max_new_tokens=generated_tokens, seed=seed)
+        results += [continuations(model, None, generation), generation_profile(model, None, generation)]
+        names += ["generate", "generate/profile"]
+    for result, name in zip(results, names, strict=True):
         _saved(result, out / name)
     results += others
     path = write_report(results, out / "report.html")
@@ -397,6 +433,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "schedule": schedule_command,
     "mlp": mlp_command,
     "attention": attention_command,
+    "generate": generate_command,
 }
 
 
@@ -513,6 +550,18 @@ def _attention_summary(table: pd.DataFrame, site: str) -> str:
         f"A_tt, position 0 left out: mean before and after; the edit's median and largest size ({kind}); the share of "
         "A_tt outside 0 to 1 afterwards\n" + shown.to_string(float_format="{:.4g}".format)
     )
+
+
+def _side_by_side(table: pd.DataFrame) -> str:
+    """Every prompt with its continuations, a bar where each parts from the unedited one."""
+    lines = []
+    for _, rows in table.groupby("prompt", sort=False):
+        lines.append(f"prompt: {rows['prompt_text'].iloc[0]}")
+        for row in rows.itertuples():
+            same, other = parted(row)
+            lines.append(f"  {edit_label(row)} ({edit_numbers(row)})")
+            lines.append(f"    {same}{f'┃{other}' if other else ''}".replace("\n", "\n    "))
+    return "\n".join([*lines, "┃ first difference from the unedited continuation"])
 
 
 def _quiet() -> None:

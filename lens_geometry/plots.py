@@ -1,4 +1,4 @@
-"""Figures from tables: the profile by depth, its heads, and (from `sweep_plots`) the scaling sweep.
+"""Figures from tables: the profile by depth and its heads; `sweep_plots` and `generation_plots` have the others.
 
 Every function takes a plain DataFrame, as the experiment of that name returns it, and gives a plotly figure
 that reads on a light and on a dark page. A site has one colour and one marker everywhere. A cross marks what
@@ -21,14 +21,17 @@ from lens_geometry.axes import add_line, interval, log_ticks, number, panels, pa
 from lens_geometry.basin_plots import basin_figure, schedule_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
+from lens_geometry.generation_plots import continuations_figure, generation_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
 __all__ = [
     "METRICS",
     "attention_figure",
     "basin_figure",
+    "continuations_figure",
     "controls_figure",
     "figure",
+    "generation_figure",
     "profile_figure",
     "profile_heads_figure",
     "schedule_figure",
@@ -60,6 +63,10 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = schedule_figure(table)
     elif experiment == "attention_maps":
         drawn = attention_figure(table)
+    elif experiment == "generation_profile":
+        drawn = generation_figure(table)
+    elif experiment == "continuations":
+        drawn = continuations_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
     else:

@@ -93,13 +93,14 @@ def _what_was_run(results: Sequence[Result]) -> str:
     meta = results[0].meta
     model, versions = _part(meta, "model"), _part(meta, "versions")
     shape = [words.format(model[key]) for key, words in SHAPE.items() if model.get(key)]
-    sizes = {heading(result).lower(): _sizes(result) for result in results if _sizes(result)}
+    same = [result for result in results if _name(result, "data", "text") == _name(results[0], "data", "text")]
+    sizes = {heading(result).lower(): _sizes(result) for result in same if _sizes(result)}
     if len(set(sizes.values())) > 1:
         size = " and ".join(f"{words} ({name})" for name, words in sizes.items())
     else:
         size = next(iter(sizes.values()), "")
     tables = [result.table for result in results if "site" in result.table]
-    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique())
+    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site != "none")
     text_name = _name(results[0], "data", "text") or "an unnamed text"
     used = [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
     words = [

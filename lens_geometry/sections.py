@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
+from lens_geometry import generation_sections, plots
 from lens_geometry import html_pieces as pieces
-from lens_geometry import plots
 from lens_geometry.attention_plots import MAPS, map_figure, numbers_in_words
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
@@ -27,6 +27,8 @@ TITLES = {
     "basin": "Tolerance basin",
     "schedule": "Schedule of scales by layer",
     "attention_maps": "Attention before and after an edit",
+    "generation_profile": "Profile over generation steps",
+    "continuations": "Edited continuations",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -258,6 +260,21 @@ def attention_section(table: pd.DataFrame, key: str) -> list[str]:
     ]
 
 
+def generation_section(table: pd.DataFrame, key: str) -> list[str]:
+    """Metrics by generation step, and maps of layer by step."""
+    meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique()}
+    return [
+        *_reading(generation_sections.PROFILE_WORDS, meanings),
+        *generation_sections.profile_parts(table, key, METRICS),
+    ]
+
+
+def continuations_section(table: pd.DataFrame, key: str) -> list[str]:
+    """Edited continuations beside the unedited one, prompt by prompt."""
+    meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique() if site != "none"}
+    return [*_reading(generation_sections.WORDS, meanings), *generation_sections.continuation_parts(table)]
+
+
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
     """The first rows of a table that has no section of its own."""
     rows = [
@@ -271,6 +288,8 @@ SECTIONS = {
     "profile": profile_section,
     "scaling_sweep": sweep_section,
     "mlp_sweep": sweep_section,
+    "generation_profile": generation_section,
+    "continuations": continuations_section,
     "attention_maps": attention_section,
     "head_sweep": heads_section,
     "applied_strength": strength_section,
@@ -296,6 +315,10 @@ def table_warnings(result: Result) -> list[str]:
             f"undefined ({', '.join(map(str, rows['site'].unique()))})."
             for metric, rows in left_out.groupby("metric", sort=False)
         ]
+    if result.experiment == "continuations":
+        counts = table["status"].value_counts()
+        words = {"nonfinite": "are not finite", "no_effect": "are of an edit that changed nothing"}
+        return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]

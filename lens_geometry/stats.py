@@ -147,3 +147,27 @@ def quantiles(values: Floats, which: Sequence[float] = QUANTILES) -> Floats:
     n = (~np.isnan(values)).sum(-1)
     places = np.clip(np.ceil(np.asarray(which) * n[..., None]).astype(np.intp) - 1, 0, None)
     return np.take_along_axis(ordered, places, -1)
+
+
+def bootstrap_means(values: Floats, *, seed: int = 0, resamples: int = 400) -> dict[str, Floats]:
+    """mean, std, ci_low and ci_high over the last axis, whose items are resampled together for all the others.
+
+    What is not finite is left out. With fewer than two items there is no interval: NaN.
+
+    >>> {name: x.tolist() for name, x in bootstrap_means(np.array([[1.0, 3.0, np.nan]])).items() if name == "mean"}
+    {'mean': [2.0]}
+    """
+    items = values.shape[-1]
+    weights = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), resamples).astype(np.float64)
+    finite = np.isfinite(values).astype(np.float64)
+    kept = np.where(np.isfinite(values), values, 0.0)
+    n = finite.sum(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = kept.sum(-1) / n
+        variance = ((kept - mean[..., None]) ** 2 * finite).sum(-1) / (n - 1)
+        means = (kept @ weights.T) / (finite @ weights.T)
+    if items < 2:
+        means = np.full_like(means, np.nan)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.moveaxis(quantiles(means, (tail, 1 - tail)), -1, 0)
+    return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}

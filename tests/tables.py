@@ -177,3 +177,36 @@ def strengths() -> Result:
                      "status": "ok", "loss_per_strength": change / s}
                 )  # fmt: skip
     return Result("applied_strength", pd.DataFrame(rows).astype({"layer": "Int64"}), dict(META))
+
+
+def generation_table(sites: Sequence[str] = ("attn", "value"), layers: int = 4, steps: int = 6) -> pd.DataFrame:
+    """A profile over generation steps, the rows without a layer being the means over layers."""
+    rows: list[dict[str, Any]] = []
+    for index, site in enumerate(sites):
+        for layer in [pd.NA, *range(layers)]:
+            height = (layers - 1) / 2 if layer is pd.NA else layer
+            for step in range(steps):
+                fraction = 0.05 + 0.07 * index + 0.3 * height / layers + 0.2 * step / steps
+                for metric, value in _metrics(fraction, 0, 3, index).items():
+                    rows.append({
+                        "site": site, "layer": layer, "step": step, "metric": metric, "mean": value, "std": 0.1,
+                        "ci_low": 0.9 * value, "ci_high": 1.1 * value, "n": 3, "n_infinite": 0, "n_undefined": 0,
+                    })  # fmt: skip
+    return pd.DataFrame(rows).astype({"layer": "Int64"})
+
+
+def continuations_table(text: str = "once again, <b>again</b>", prompt: str = "It was\n1 < 2") -> pd.DataFrame:
+    """One prompt, unedited and under three edits: one that differs in the middle, one not finite, one idle."""
+    plain = "once upon a time"
+    rows = [
+        ("none", 1.0, "always", plain, len(plain), 4, "ok"),
+        ("attn", 0.0, "new", text, 5, 1, "ok"),
+        ("attn", 3.0, "always", "!!!!", 0, 0, "nonfinite"),
+        ("mlp", 0.5, "prompt", plain, len(plain), 4, "no_effect"),
+    ]
+    names = ("site", "parallel", "when", "text", "agreed_characters", "n_agree", "status")
+    table = pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+    logprobs = [-0.5, -1.75, math.nan, -0.5]
+    more = {"prompt": 0, "prompt_text": prompt, "n_new": 4, "logprob": logprobs, "repetition": [0.0, 0.5, 1.0, 0.0]}
+    table = table.assign(**more, logprob_change=[x + 0.5 for x in logprobs], token_ids="1 2 3 4", eos_step=pd.NA)
+    return table.astype({"eos_step": "Int64"})

@@ -84,11 +84,15 @@ def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
         3,
         "--sweep-sequences",
         2,
+        "--generated-tokens",
+        4,
         "--out",
         tmp_path,
     )
     assert code == 0
     assert str(tmp_path / "report.html") in out
+    assert Result.load(tmp_path / "generate" / "profile").experiment == "generation_profile"
+    assert "Edited continuations" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "profile" / "table.parquet").exists()
     assert (tmp_path / "scale" / "journal.jsonl").exists()
     assert "tiny-random-llama" in (tmp_path / "report.html").read_text()
@@ -129,6 +133,21 @@ def test_basin_and_schedule_are_commands_that_resume(capsys, tmp_path):
     assert len(Result.load(tmp_path / "basin").table.query("kind == 'basin'")) == 4
 
 
+def test_generate_prints_continuations_side_by_side_and_writes_both_results(capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "generate", *TINY, "--prompts", "Call me", "Good day", "--sites", "attn", "--parallel", -3, "--when",
+        "always", "new", "--max-new-tokens", 6, "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0
+    table = Result.load(tmp_path).table
+    assert table["when"].tolist() == ["always", "always", "new"] * 2
+    assert "prompt: Call me" in out
+    assert "attn, s_par = -3, new tokens (agrees for" in out
+    assert "┃" in out
+    assert not [letter for letter in out if not letter.isprintable() and letter not in "\n\t"]
+    assert Result.load(tmp_path / "profile").table["step"].max() == 5
+
+
 def test_sites_shows_the_hooks_of_this_model(capsys, tmp_path):
     code, out, _ = run(capsys, "sites", "--model", "tiny-random-neox", "--out", tmp_path)
     assert code == 0
@@ -167,7 +186,9 @@ def test_models_lists_what_is_bundled(capsys):
         (["scale", *TINY, *SMALL, "--sites", "atn"], "attn"),
         (["scale", *TINY, *SMALL, "--layers", "77"], "layers 0 to 3"),
         (["scale", *TINY, *SMALL, "--basin", "0"], "bound is 0"),
-        (["scale", *TINY, *SMALL, "--sites", "block", "--schedule", "0.1"], "one branch"),
+        (["scale", *TINY, *SMALL, "--sites", "block", "--schedule", "0.1"], "halved"),
+        (["generate", *TINY, "--prompts", "a"], "2 to"),
+        (["generate", *TINY, "--sites", "atn"], "attn"),
         (["profile", *TINY, *SMALL, "--out", "/proc/nowhere"], "could not be written"),
     ],
 )

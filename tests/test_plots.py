@@ -240,3 +240,50 @@ def test_site_names_cannot_put_markup_into_a_figure() -> None:
 def test_wrong_and_empty_tables_are_refused_by_name(call: Any, message: str) -> None:
     with pytest.raises(ResultError, match=message):
         call()
+
+
+def test_generation_lines_are_the_means_over_layers_and_maps_the_layers() -> None:
+    table = tables.generation_table()
+    figure = plots.figure("generation_profile", table, tables.META)
+    (line, *_) = lines(figure, "value")
+    rows = table[(table.site == "value") & (table.metric == "parallel_ratio") & table["layer"].isna()]
+    assert list(line.x) == list(range(6))
+    np.testing.assert_allclose(np.array(line.y, float), rows["mean"])
+    np.testing.assert_allclose(np.array(line.y) + np.array(line.error_y.array), rows["ci_high"])
+    (cells,) = lines(figure, "value", "map")
+    rows = table[(table.site == "value") & (table.metric == "parallel_fraction") & (table["layer"] == 2)]
+    assert np.shape(cells.z) == (4, 6)
+    np.testing.assert_array_equal(np.array(cells.z, float)[2], rows["mean"])
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["attn", "value"]
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    assert len(titles) == len(plots.METRICS) + 2
+
+
+def test_a_step_without_a_mean_is_a_cross_and_one_that_left_numbers_out_is_open() -> None:
+    table = tables.generation_table(("value",))
+    pooled = (table.metric == "parallel_ratio") & table["layer"].isna()
+    table.loc[pooled & (table.step == 1), "n_infinite"] = 2
+    table.loc[pooled & (table.step == 3), ["mean", "ci_low", "ci_high"]] = math.nan
+    table.loc[(table.metric == "parallel_fraction") & (table.step == 0) & (table.layer == 1), "mean"] = math.nan
+    figure = plots.generation_figure(table)
+    line, cross = lines(figure, "value")[:2]
+    assert [x for x, symbol in zip(line.x, line.marker.symbol, strict=True) if symbol.endswith("-open")] == [1]
+    assert "2 numbers left out" in line.text[1]
+    assert [x for x, y in zip(cross.x, cross.y, strict=True) if not math.isnan(y)] == [3]
+    (cells,) = lines(figure, "value", "map")
+    assert np.array(cells.text)[1, 0] == "×"
+
+
+def test_continuations_stand_side_by_side_and_markup_in_them_stays_text() -> None:
+    figure = plots.figure("continuations", tables.continuations_table(), tables.META)
+    first, second = figure.data[0].cells["values"]
+    assert first[0] == "<b>prompt</b>"
+    assert second[0] == "<b>It was<br>1 &lt; 2</b>"
+    assert second[1] == "once upon a time"
+    assert second[2] == "once <b><u>again, &lt;b&gt;again&lt;/b&gt;</u></b>"
+    assert "attn, s_par = 0, new tokens<br><i>agrees for 1 of 4 tokens</i><br><i>log-probability −1.75" in first[2]
+    assert "not finite" in first[3]
+    assert "the edit changed nothing" in first[4]
+    for name in ("continuations", "generation_profile"):
+        with pytest.raises(ResultError, match="lacks the column"):
+            plots.figure(name, pd.DataFrame({"site": []}), {})

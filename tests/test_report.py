@@ -216,3 +216,50 @@ def test_an_older_report_survives_a_failure_and_the_error_says_where(tmp_path: P
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     with pytest.raises(ResultError, match="could not be written"):
         write_report([profile()], out / "below" / "report.html")
+
+
+def continued(**texts: str) -> Result:
+    meta = {**tables.META, "data": {"text": "1 prompts", "n_sequences": 1, "n_tokens": 5}}
+    return Result("continuations", tables.continuations_table(**texts), meta)
+
+
+def test_continuations_are_text_of_the_page_marked_where_they_differ(tmp_path: Path) -> None:
+    page = page_of(tmp_path, profile(), continued(text="once again, <script>alert(1)</script>"))
+    raw = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "once <mark>again, &lt;script&gt;alert(1)&lt;/script&gt;</mark>" in raw
+    assert "<dd>once upon a time</dd>" in raw
+    assert "once again, <script>alert(1)</script>" not in raw
+    assert "attn, s_par = 0, new tokens" in page.text
+    assert "agrees for 1 of 4 tokens" in page.text
+    assert "not finite: these tokens mean nothing" in page.text
+    assert "1 of 4 rows are not finite." in page.text
+    assert "1 of 4 rows are of an edit that changed nothing." in page.text
+    assert "It was 1 < 2" in page.text
+    style = report._asset("report.css")
+    assert re.search(r"mark \{[^}]*underline", style)  # not by colour alone
+
+
+def test_the_table_of_edits_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
+    page = page_of(tmp_path, continued())
+    start = page.text.index("first tokens that agree")
+    assert "attn, s_par = 0, new tokens 1.00 1 of 1 −1.25 0.500" in page.text[start:]
+    assert "attn, s_par = 3, all tokens not finite" in page.text[start:]
+
+
+def test_the_profile_over_steps_has_a_figure_per_metric_and_a_map_per_site(tmp_path: Path) -> None:
+    page = page_of(tmp_path, Result("generation_profile", tables.generation_table(), dict(tables.META)))
+    drawn = {key for key in page.scripts if key.startswith("part0-") and not key.endswith("csv")}
+    assert drawn == {f"part0-{name}" for name in report_metrics()} | {"part0-map-attn", "part0-map-value"}
+    (cells,) = json.loads(page.scripts["part0-map-value"])["data"]
+    assert cells["type"] == "heatmap"
+    assert "Profile over generation steps" in page.text
+
+
+def report_metrics() -> list[str]:
+    return ["parallel_ratio", "alpha", "parallel_fraction", "update_over_reference"]
+
+
+def test_what_was_run_counts_only_text_of_the_same_name(tmp_path: Path) -> None:
+    words = page_of(tmp_path, profile(), continued()).text
+    assert "on 8 sequences, 2,048 tokens of austen; at attn, mlp, block, value, value_excl_self; seed" in words
+    assert "1 sequences, 5 tokens" in words

@@ -12,9 +12,9 @@ import zoo
 
 from lens_geometry import fetch, models
 from lens_geometry.data import load_text, tokenize
-from lens_geometry.edits import applied, diagonal, scale
+from lens_geometry.edits import Batch, applied, diagonal, scale
 from lens_geometry.errors import ModelError
-from lens_geometry.experiments import mlp_sweep, profile, scaling_sweep
+from lens_geometry.experiments import continuations, mlp_sweep, profile, scaling_sweep
 from lens_geometry.metrics import sequence_losses
 
 pytestmark = pytest.mark.slow
@@ -86,6 +86,35 @@ def test_both_classes_give_the_same_profile_and_the_same_edited_loss(directory: 
             losses.append(float(model(ids, return_type="loss")))
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert np.allclose(profiles[0]["mean"], profiles[1]["mean"], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_edited_generation_is_the_same_with_and_without_the_cache(backend: str, directory: Path) -> None:
+    model = models.load_model("smollm2-135m", backend=backend)
+    tables = [
+        continuations(
+            model,
+            ["The capital of France is", "Call me Ishmael. Some years ago,"],
+            sites=("value_excl_self", "attn"),
+            parallel=(0.0,),
+            when=("always", "prompt", "new"),
+            max_new_tokens=12,
+            use_past_kv_cache=cached,
+            progress=False,
+        )
+        for cached in (True, False)
+    ]
+    assert [result.meta["kv_cache"] for result in tables] == [True, False]
+    cached, whole = (result.table for result in tables)
+    assert cached["token_ids"].tolist() == whole["token_ids"].tolist()
+    assert "Paris" in cached["text"].iloc[0]
+    edited = cached[cached["site"] != "none"]
+    assert (edited["n_agree"] < 12).any()
+    ids = model.tokenizer("The capital of France is", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad(), applied(model, scale(model, "attn", parallel=0.0, when="new", batch=Batch(prompt_length=3))):
+        later = model(ids, return_type="logits")
+    with torch.no_grad():
+        assert torch.equal(later[:, :3], model(ids, return_type="logits")[:, :3])
 
 
 def test_smollm2_tokenizer_is_the_real_one(directory: Path) -> None:

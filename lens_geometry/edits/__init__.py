@@ -13,7 +13,7 @@ Hooks run in list order, so an edit sees what earlier edits in the list have don
 from lens_geometry.edits.applied import applied
 from lens_geometry.edits.diagonal import DIAGONAL_SITES, DiagonalSite, diagonal, observe_diagonal
 from lens_geometry.edits.hooks import HookFn, Hooks
-from lens_geometry.edits.noise import Batch
+from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
 from lens_geometry.edits.removal import remove_diagonal
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
@@ -21,12 +21,14 @@ from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 __all__ = [
     "CONTROLS",
     "DIAGONAL_SITES",
+    "WHEN",
     "Batch",
     "Control",
     "DiagonalSite",
     "HookFn",
     "Hooks",
     "Scale",
+    "When",
     "applied",
     "diagonal",
     "observe",

@@ -65,7 +65,8 @@ def applied(model: Any, hooks: Hooks, *, require_change: bool = True) -> Iterato
         raise HookError(
             "the edit left every activation as it was",
             where=", ".join(name for name, _ in due[:3]) + (" ..." if len(due) > 3 else ""),
-            cure="check heads, positions and scales; in a sequence of one token value_excl_self has nothing to edit",
+            cure="check heads, positions and scales; when='new' needs passes over new tokens, and when='prompt' one "
+            "over the prompt; in a sequence of one token value_excl_self has nothing to edit",
         )
 
 

@@ -144,7 +144,7 @@ def layer_edits(
         positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
     common = dict(
         model=model, site=form, target=form.target, parallel=parallel, perpendicular=1.0, positions=positions,
-        grouping=grouping, control="none", seed=0, batch=Batch(),
+        grouping=grouping, control="none", seed=0, batch=Batch(), when="always",
     )  # fmt: skip
     edits = []
     for layer in layers:

@@ -1,10 +1,11 @@
-"""Noise that is the same for a sequence whatever batch, order or device it is run in."""
+"""What an edit is told of the batch being run, and noise that is the same for a sequence in whatever batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -12,16 +13,21 @@ from torch import Tensor
 
 from lens_geometry.errors import HookError
 
+When = Literal["always", "prompt", "new"]
+WHEN: tuple[When, ...] = get_args(When)
+
 
 @dataclass
 class Batch:
-    """Which sequences are being run, for edits that draw noise. A runner changes it batch by batch.
+    """What is being run, for edits that draw noise or tell prompt from new tokens. A runner changes it per batch.
 
     With `ids` a sequence has its own noise wherever it stands; without, row i of every batch gets the noise
-    of sequence i.
+    of sequence i. `prompt_length` is the number of places that the prompt takes in every row, left padding
+    included.
     """
 
     ids: Sequence[int] | None = None
+    prompt_length: int | None = None
 
     def generators(self, rows: int, seed: int, layer: int) -> list[torch.Generator]:
         """One for each row of a batch. Raises HookError when `ids` are those of another batch."""
@@ -29,6 +35,48 @@ class Batch:
         if len(ids) != rows:
             raise HookError(f"Batch has {len(ids)} ids for {rows} sequences", cure="set ids for each batch that is run")
         return [sequence_generator(seed, layer, ids[row]) for row in range(rows)]
+
+    def edited_places(self, when: When, length: int, where: str) -> slice:
+        """Which places of a pass over `length` tokens an edit with `when` changes.
+
+        A pass of several tokens starts at position 0: it is the prompt, or the whole sequence without a cache. A
+        pass of one token is a new token with a cache. Raises HookError where that cannot be known.
+        """
+        if when == "always":
+            return slice(None)
+        prompt = self.prompt_length
+        if isinstance(prompt, bool) or not isinstance(prompt, int) or prompt < 1:
+            raise HookError(
+                f"an edit with when={when!r} has to know how long the prompt is, and prompt_length is {prompt!r}",
+                where=where,
+                cure="pass batch=Batch(prompt_length=...), the number of tokens in the prompt",
+            )
+        if length == 1 and prompt == 1:
+            raise HookError(
+                f"with a prompt of one token, a pass of one token may be prompt or new, and when is {when!r}",
+                where=where,
+                cure="use a prompt of two tokens or more (a BOS counts), or when='always'",
+            )
+        if 1 < length < prompt:
+            raise HookError(
+                f"this pass is {length} tokens long, which is neither the whole prompt of {prompt} nor one new token",
+                where=where,
+                cure="set Batch.prompt_length to the prompt that is run, and run it in one pass",
+            )
+        first_new = 0 if length == 1 else prompt
+        return slice(first_new, None) if when == "new" else slice(0, first_new)
+
+
+def check_when(when: str, batch: Batch | None, site: str) -> None:
+    """Raise HookError for an unknown `when`, and for one that is to know a prompt of which nothing was said."""
+    if when not in WHEN:
+        raise HookError(f"there is no when={when!r}", cure=f"choose one of {', '.join(WHEN)}")
+    if when != "always" and batch is None:
+        raise HookError(
+            f"an edit with when={when!r} has to know how long the prompt is",
+            where=f"site {site}",
+            cure="pass batch=Batch(prompt_length=...), the number of tokens in the prompt",
+        )
 
 
 def sequence_generator(seed: int, layer: int, sequence: int) -> torch.Generator:

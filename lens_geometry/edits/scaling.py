@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lens_geometry.anatomy import LayerFacts, n_vectors, require
 from lens_geometry.edits.hooks import Collector, Hooks, tag
-from lens_geometry.edits.noise import Batch, earlier_tokens, normal_noise
+from lens_geometry.edits.noise import Batch, When, check_when, earlier_tokens, normal_noise
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import component_change, matched_direction
 from lens_geometry.sites import Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
@@ -22,6 +22,7 @@ from lens_geometry.slices import join_slices, split_carrier
 Scale = float | Tensor | Callable[[Tensor], Tensor]
 Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain", "matched_random_reference"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
+EVERYWHERE = slice(None)
 
 
 def scale(
@@ -37,6 +38,7 @@ def scale(
     control: Control = "none",
     seed: int = 0,
     batch: Batch | None = None,
+    when: When = "always",
 ) -> Hooks:
     """Keep `parallel` of an update's parallel part and `perpendicular` of the rest.
 
@@ -60,7 +62,9 @@ def scale(
             "matched_random_reference" scales along a random direction at the reference's own angle to the update,
             so that it changes the update by as much and leaves it as long (at value_excl_self the self
             message is kept, and a random direction of equal strength is scaled in the rest).
-        seed, batch: the noise of the controls; see `Batch`.
+        seed, batch: the noise of the controls, and the prompt's length for `when`; see `Batch`.
+        when: edit "always", or in generation only the tokens of the "prompt" or only the "new" ones. It needs
+            `batch=Batch(prompt_length=...)`, and does the same with and without a KV cache.
 
     Returns hooks in firing order. The first call on a model runs one small forward pass to check the site.
     Raises SiteError when the model, a layer or a head does not have the site; GeometryError for scales that do
@@ -78,6 +82,7 @@ def scale(
     parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
+    check_when(when, batch, site)
     if control == "gain" and not (_is_one(parallel) or _is_one(perpendicular)):
         raise GeometryError(
             "the gain control scales the whole update by one number",
@@ -113,6 +118,7 @@ def scale(
             control=control,
             seed=seed,
             batch=batch or Batch(),
+            when=when,
         )
         hooks += edit.hooks(anatomy.reads(found, layer, editing=True))
     return hooks
@@ -136,11 +142,15 @@ class _LayerEdit:
     control: Control
     seed: int
     batch: Batch
+    when: When
 
     def hooks(self, reads: tuple[str, ...]) -> Hooks:
         no_op = _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
         gated = any(callable(s) or _has_gradient(s) for s in (self.parallel, self.perpendicular))
         reads = (*reads, "resid_pre") if callable(self.parallel) or callable(self.perpendicular) else reads
+        fired = list(self.facts.shapes)
+        if self.when != "always" and "pattern" in fired[: fired.index(self.target)]:
+            reads = (*reads, "pattern")  # shows whether a pass of several tokens goes on from a cache
         collector = Collector(self.layer, () if no_op else reads, self.facts, self.model)
 
         def edit(tensor: Tensor, hook: Any) -> Tensor | None:
@@ -159,15 +169,31 @@ class _LayerEdit:
                 where=self.where,
                 cure="generate with use_past_kv_cache=False, or leave positions and noise controls out",
             )
+        places = self._places(tensor, acts)
+        if not range(tensor.shape[1])[places]:
+            return tensor
         update, reference = self.site.vectors(acts)
         if self.site.has_heads:
             update = group_heads(update, self.grouping, self.facts.n_kv_heads)
             reference = group_heads(reference, self.grouping, self.facts.n_kv_heads)
-        change = self._selected(self._change(update, reference, acts))
+        change = self._selected(self._change(update, reference, acts), places)
         if self.site.has_heads:
             change = ungroup_heads(change, tensor.shape[2])
         change = self.site.merge(change, tensor)
         return (tensor.to(change.dtype) + change).to(tensor.dtype)
+
+    def _places(self, tensor: Tensor, acts: dict[str, Tensor]) -> slice:
+        """The places of this pass that are edited, by `when`."""
+        places = self.batch.edited_places(self.when, tensor.shape[1], self.where)
+        if self.when != "always" and tensor.shape[1] > 1 and "pattern" in acts:
+            queries, keys = acts["pattern"].shape[-2:]
+            if keys > queries:
+                raise HookError(
+                    f"this pass of {queries} tokens goes on from a KV cache, so its first position is not known",
+                    where=self.where,
+                    cure="run the prompt in one pass and new tokens one by one, or use when='always'",
+                )
+        return places
 
     def _change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
         parallel = self._scale(self.parallel, update, acts)
@@ -225,8 +251,8 @@ class _LayerEdit:
                 cure=f"{SCALE_SHAPES}; a callable gives [batch, pos] or [batch, pos, head]",
             ) from error
 
-    def _selected(self, change: Tensor) -> Tensor:
-        """Zero outside the chosen heads and positions."""
+    def _selected(self, change: Tensor, places: slice = EVERYWHERE) -> Tensor:
+        """Zero outside the chosen heads, positions and places."""
         if self.heads is not None:
             keep = torch.zeros(change.shape[2], dtype=torch.bool, device=change.device)
             keep[list(self.heads)] = True
@@ -234,6 +260,11 @@ class _LayerEdit:
         if self.positions is not None:
             keep = _position_mask(self.positions, change, self.where)
             keep = keep.reshape(*keep.shape, *[1] * (change.ndim - 2))
+            change = torch.where(keep, change, change.new_zeros(()))
+        if places != EVERYWHERE:
+            keep = torch.zeros(change.shape[1], dtype=torch.bool, device=change.device)
+            keep[places] = True
+            keep = keep.reshape(-1, *[1] * (change.ndim - 2))
             change = torch.where(keep, change, change.new_zeros(()))
         return change
 

@@ -2,6 +2,8 @@
 
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
+from lens_geometry.experiments.generation import GenerationSettings, continuations
+from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.profile import ProfileSettings, profile
@@ -13,6 +15,7 @@ from lens_geometry.experiments.validate import site_table, validate
 __all__ = [
     "AttentionSettings",
     "BasinSettings",
+    "GenerationSettings",
     "HeadSettings",
     "MlpSettings",
     "ProfileSettings",
@@ -22,7 +25,9 @@ __all__ = [
     "applied_strength",
     "attention_maps",
     "basin",
+    "continuations",
     "diagonal_numbers",
+    "generation_profile",
     "head_sweep",
     "mlp_sweep",
     "profile",
