@@ -11,10 +11,14 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, observe, scale
 from lens_geometry.errors import LensGeometryError
+from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
+    EvaluationSettings,
     ProfileSettings,
     ScalingSettings,
+    evaluate,
     profile,
+    scaling_edits,
     scaling_sweep,
     site_table,
     validate,
@@ -26,6 +30,7 @@ from lens_geometry.results import Result
 
 __all__ = [
     "Batch",
+    "EvaluationSettings",
     "LensGeometryError",
     "ProfileSettings",
     "Result",
@@ -35,6 +40,8 @@ __all__ = [
     "applied",
     "decompose",
     "describe",
+    "edited_lm",
+    "evaluate",
     "known_models",
     "load_model",
     "load_text",
@@ -43,6 +50,7 @@ __all__ = [
     "profile",
     "scale",
     "scale_components",
+    "scaling_edits",
     "scaling_sweep",
     "site_table",
     "tokenize",

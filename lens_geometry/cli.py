@@ -20,9 +20,12 @@ from lens_geometry import models
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
+    EvaluationSettings,
     ProfileSettings,
     ScalingSettings,
+    evaluate,
     profile,
+    scaling_edits,
     scaling_sweep,
     site_table,
     validate,
@@ -66,6 +69,7 @@ class Loading:
 
 
 LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
+EVALUATION = EvaluationSettings()
 
 
 def models_command() -> int:
@@ -197,6 +201,48 @@ def report_command(
     return 0
 
 
+def evaluate_command(
+    tasks: tuple[str, ...],
+    loading: Loading = LOADING,
+    sites: tuple[str, ...] = ("attn", "mlp", "value_excl_self"),
+    layers: str = "all",
+    parallel: tuple[float, ...] = (0.0,),
+    perpendicular: tuple[float, ...] = (),
+    controls: tuple[str, ...] = (),
+    out: Path = Path("results/evaluate"),
+    settings: EvaluationSettings = EVALUATION,
+) -> int:
+    """Score downstream tasks with lm-evaluation-harness, unedited and under component scaling.
+
+    Needs the extra: pip install "lens-geometry[evals]".
+    Example: lens-geometry evaluate --tasks arc_easy --limit 100 --sites attn mlp --parallel 0 0.5
+
+    Args:
+        tasks: names of lm_eval tasks or groups, your own (see --include-path), or YAML files.
+        loading: which model.
+        sites: which updates are edited.
+        layers: which layers, all at once: "all", "4", "1-", "4-11", "0,3,6".
+        parallel: retained scales of the parallel part, the perpendicular part kept.
+        perpendicular: retained scales of the perpendicular part, the parallel part kept.
+        controls: run beside each edit ("gain", "isotropic", "random_reference", "shuffled_reference").
+        out: directory for table.parquet, table.csv, meta.json and figure.html.
+        settings: how the tasks are run.
+    """
+    model = loading.load()
+    edits = scaling_edits(
+        model,
+        sites,
+        layers=layers,
+        parallel=parallel,
+        perpendicular=perpendicular,
+        controls=controls,
+        seed=settings.seed,
+    )
+    result = evaluate(model, tasks, edits, settings)
+    print(_evaluation_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -204,6 +250,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "profile": profile_command,
     "scale": scale_command,
     "report": report_command,
+    "evaluate": evaluate_command,
 }
 
 
@@ -248,6 +295,12 @@ def _scaling_summary(table: pd.DataFrame) -> str:
     )
     shown = shown[sorted(shown.columns)]
     return "change of loss (nats) by retained scale\n" + shown.to_string(float_format="{:+.3f}".format, na_rep="")
+
+
+def _evaluation_summary(table: pd.DataFrame) -> str:
+    """Score and its change with interval, a row for each task, metric and edit."""
+    shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
+    return shown.to_string(index=False, float_format="{:.4f}".format, na_rep="-")
 
 
 def _quiet() -> None:

@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, require, style
 from lens_geometry.errors import ResultError
+from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
 __all__ = ["METRICS", "controls_figure", "figure", "profile_figure", "profile_heads_figure", "sweep_figure"]
@@ -39,6 +40,8 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = sweep_figure(table, quantities=tuple(UNITS))
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
+    elif experiment == "evaluate":
+        drawn = evaluation_figure(table)
     else:
         raise ResultError(f"no figure is known for {experiment!r}", cure="use an experiment of this package")
     model = meta.get("model", "")

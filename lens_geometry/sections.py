@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,11 +11,16 @@ import pandas as pd
 from lens_geometry import html_pieces as pieces
 from lens_geometry import plots
 from lens_geometry.axes import interval, number
+from lens_geometry.evaluation_plots import direction, evaluation_figure, score_names
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
-SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
-TITLES = {"profile": "Directional profile", "scaling_sweep": "Component scaling"}
+SIZES = {"n_sequences": "sequences", "n_tokens": "tokens", "n_documents": "documents"}  # of the text, in words
+TITLES = {
+    "profile": "Directional profile",
+    "scaling_sweep": "Component scaling",
+    "evaluate": "Downstream tasks",
+}
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
     "mlp": "what the MLP adds to the residual stream, against the stream it is added to",
@@ -47,6 +53,13 @@ SWEEP_WORDS = (
     "factor. A cross marks a condition where some losses were not finite and are left out."
 )
 
+TASK_WORDS = (
+    "Every task was run with lm-evaluation-harness on the unedited model and under each edit. A point is what the "
+    "edit changes of the score; its bar is the 95 % interval over documents, paired with the unedited run. A cross "
+    "marks an edit with answers that are not finite, whose documents are left out, an open marker one that "
+    "changed no answer."
+)
+
 
 def heading(result: Result) -> str:
     """The section's title."""
@@ -56,7 +69,8 @@ def heading(result: Result) -> str:
 def section(result: Result, place: int) -> str:
     """HTML of one result; `place` makes its ids unique. An unknown experiment gets its table only."""
     key = f"part{place}"
-    inside = {"profile": profile_section, "scaling_sweep": sweep_section}.get(result.experiment, plain_section)
+    known = {"profile": profile_section, "scaling_sweep": sweep_section, "evaluate": evaluation_section}
+    inside = known.get(result.experiment, plain_section)
     warnings = [*map(str, result.meta.get("warnings") or []), *table_warnings(result)]
     return "\n".join(
         [
@@ -187,6 +201,36 @@ def _entry(rows: pd.DataFrame, label: str, quantity: str) -> str:
         return f"not finite\nfor {row['n_nonfinite']:,} tokens"
     value, low, high = (row[f"{quantity}_change{end}"] for end in ("", "_low", "_high"))
     return interval(value, low, high, signed=True).replace(" [", "\n[")
+
+
+def evaluation_section(table: pd.DataFrame, key: str) -> list[str]:
+    """A figure per score, and every change with its interval: a row per edit, a column per score."""
+    table = table.assign(score=score_names(table))
+    figures, scores = [], list(table["score"].unique())
+    for place, score in enumerate(scores):
+        rows = table[table["score"] == score]
+        unedited = f"Unedited {number(float(rows['base_value'].iloc[0]))}"
+        caption = "; ".join(filter(None, (unedited, direction(rows), f"{int(rows['n_documents'].max()):,} documents")))
+        drawn = evaluation_figure(rows.drop(columns="score"))
+        figures.append(pieces.plot(drawn, f"{key}-score{place}", str(score), f"{caption}.", switched=False))
+    cells = {(row["edit"], row["score"]): row for row in table.to_dict("records")}
+    edits = [edit for edit in table["edit"].unique() if edit != "none"]
+    entries = [[str(edit), *(_score_entry(cells.get((edit, score))) for score in scores)] for edit in edits]
+    bases = [number(float(table.loc[table["score"] == score, "base_value"].iloc[0])) for score in scores]
+    caption = "Change of each score against the unedited model, with 95 % intervals over documents."
+    return [
+        f"<p>{pieces.text(TASK_WORDS)}</p>",
+        f'<div class="figures">{"".join(figures)}</div>',
+        pieces.grid(caption, ["edit", *map(str, scores)], [["unedited", *bases], *entries]),
+    ]
+
+
+def _score_entry(row: dict[Hashable, Any] | None) -> str:
+    if row is None:
+        return "not measured"
+    change = interval(row["change"], row["change_low"], row["change_high"], signed=True).replace(" [", "\n[")
+    notes = {"nonfinite": f"{row['n_nonfinite']:,} not finite", "no_effect": "no answer changed"}
+    return f"{change}\n{notes[row['status']]}" if row["status"] in notes else change
 
 
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
