@@ -300,7 +300,7 @@ def _scaling_summary(table: pd.DataFrame) -> str:
 def _evaluation_summary(table: pd.DataFrame) -> str:
     """Score and its change with interval, a row for each task, metric and edit."""
     shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
-    return shown.to_string(index=False, float_format="{:.4f}".format, na_rep="-")
+    return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
 
 
 def _quiet() -> None:

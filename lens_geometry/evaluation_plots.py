@@ -27,9 +27,9 @@ def score_names(table: pd.DataFrame) -> pd.Series:
 def evaluation_figure(table: pd.DataFrame) -> go.Figure:
     """A panel per score, a line per edit: its change against the unedited model, with the 95 % interval.
 
-    A cross marks answers that are not finite (the change is over the rest), an open marker an edit that changed no
-    answer. Colours are those of the site with which an edit's name begins. `ResultError` where columns or rows are
-    missing.
+    A cross marks answers that are not finite (the change is over the rest; without one it stands on the right), an
+    open marker an edit that changed no answer. Colours are those of the site with which an edit's name begins.
+    `ResultError` where columns or rows are missing.
     """
     require(table, SCORES, "evaluate")
     table = table.assign(score=score_names(table))
@@ -43,6 +43,7 @@ def evaluation_figure(table: pd.DataFrame) -> go.Figure:
         where = {"row": place // columns + 1, "col": place % columns + 1}
         drawn.add_trace(_dots(rows, edits), **where)
         drawn.add_vline(x=0, line={"color": RULE, "width": 1.5, "dash": "dot"}, **where)
+        drawn.update_yaxes(showticklabels=where["col"] == 1, **where)  # the same edits in every panel of a row
         drawn.update_xaxes(title_text=f"change of {html.escape(str(rows['metric'].iloc[0]))}", **where)
     labels = [html.escape(edit) for edit in edits]
     return drawn.update_yaxes(
@@ -70,9 +71,11 @@ def _dots(rows: pd.DataFrame, edits: list[str]) -> go.Scatter:
     names = {"change": "y", "change_low": "low", "change_high": "high"}
     points = rows.rename(columns=names)
     lost = ~np.isfinite(points["y"].astype(float))
+    ends = points[["y", "high"]].to_numpy(dtype=float)
+    right = ends[np.isfinite(ends)].max(initial=0.0)
     colours = [style(str(edit).split(" ", 1)[0])[0] for edit in rows["edit"]]
     symbols = [_symbol(str(row["edit"]), row["status"]) for row in rows.to_dict("records")]
-    dots = go.Scatter(x=points["y"].mask(lost, 0.0), y=[edits.index(edit) for edit in rows["edit"]], mode="markers")
+    dots = go.Scatter(x=points["y"].mask(lost, right), y=[edits.index(edit) for edit in rows["edit"]], mode="markers")
     dots.update(text=[_hover(row) for row in rows.to_dict("records")], hovertemplate="%{text}<extra></extra>")
     dots.update(customdata=rows["change"], showlegend=False, meta={"site": "", "role": "edit"})
     dots.update(marker={"color": colours, "symbol": symbols, "size": 9, "line": {"color": colours, "width": 1.6}})
@@ -90,7 +93,7 @@ def _hover(row: dict[str, Any]) -> str:
         f"<b>{html.escape(str(row['edit']))}</b>",
         f"{html.escape(str(row['score']))} {number(row['value'])}, unedited {number(row['base_value'])}",
         f"change {interval(row['change'], row['change_low'], row['change_high'], signed=True)}",
-        f"{row['n_documents']:,} documents, {row['n_changed']:,} answered otherwise",
+        f"{row['n_documents']:,} documents, {row['n_changed']:,} of them scored otherwise",
         f"{row['n_nonfinite']:,} documents without a finite answer, left out" if row["n_nonfinite"] else "",
     ]
     return "<br>".join(line for line in lines if line)

@@ -2,7 +2,6 @@
 
 import importlib
 import random
-import sys
 
 import local_tasks
 import numpy as np
@@ -254,12 +253,6 @@ def test_models_tokenizers_and_settings_that_cannot_be_used_are_refused():
         edited_lm(model()).loglikelihood(requests("loglikelihood", ("a", "")))
     with pytest.raises(ModelError, match="outside the model's vocabulary"):
         edited_lm(model())._loglikelihood_tokens([(None, [3], [4]), (None, [300, 4], [5])])
-
-
-def test_without_the_extra_there_is_one_error_with_its_cure(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ModelError, match=r'pip install "lens-geometry\[evals\]"'):
-        edited_lm(model())
 
 
 def test_tasks_that_are_not_there_are_one_error_with_the_nearest_name(tmp_path):

@@ -84,7 +84,7 @@ def test_an_edit_without_effect_is_told_from_one_that_acts(result):
     assert set(table[table["edit"] == "no-op"]["status"]) == {"no_effect"}
     acting = table[table["edit"].isin(["mlp 0", "noise"])]
     assert set(acting["status"]) == {"ok"}
-    assert set(acting["n_changed"]) == {9}
+    assert set(acting[acting["task"] == "local_text"]["n_changed"]) == {9}
     assert result.meta["counts"] == {
         "rows": 16,
         "nonfinite_rows": 0,
@@ -316,6 +316,9 @@ def test_the_real_model_knows_more_unedited_than_without_its_perpendicular_part(
     assert acc.loc["without", "value"] <= 0.5
     assert acc.loc["without", "change_high"] < 0
     assert (table[table["edit"] == "no-op"]["n_changed"] == 0).all()
-    assert (table[table["edit"] == "without"]["n_changed"] == 8).all()
+    assert (table[table["edit"] == "without"]["status"] == "ok").all()
+    assert acc.loc["without", "n_changed"] >= 8 * (acc.loc["none", "value"] - acc.loc["without", "value"])
     one = evaluate(model, ["local_choice"], {}, include_path=include, batch_size=1, progress=False).table
-    assert one["value"].tolist() == table[(table["task"] == "local_choice") & (table["edit"] == "none")]["value"].tolist()
+    assert (
+        one["value"].tolist() == table[(table["task"] == "local_choice") & (table["edit"] == "none")]["value"].tolist()
+    )

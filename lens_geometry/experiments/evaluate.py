@@ -89,8 +89,9 @@ def evaluate(
         A Result with one row per task, metric and edit (and the unedited model, "none"): the harness's value and its
         change against the unedited model on the same documents, with a 95 % interval by paired bootstrap over
         documents. Where answers under an edit are not finite the status is "nonfinite", and those documents are
-        counted and left out of value and change. `n_changed` documents got another answer (or its likelihood changed
-        by a bit); with none of them the status is "no_effect". Groups are in `meta`, as the harness averages them.
+        counted and left out of value and change; where no answer of a task, nor its likelihood, changed by a bit, it
+        is "no_effect". `n_changed` documents have another score of their own. Groups are in `meta`, as the harness
+        averages them.
 
     Raises:
         ModelError without lm_eval or a tokenizer, and when the unedited model's answers are not finite; DataError for

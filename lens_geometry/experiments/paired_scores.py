@@ -50,7 +50,7 @@ def paired_rows(task_name: str, task: Any, run: Run, base: Run, seed: int) -> li
     """One row per metric and filter of a task; documents without a finite answer are left out on both sides."""
     asked = {instance.task_name for instance in task.instances}.pop()  # what the task calls itself
     lost = run.nonfinite(asked)
-    changed = sum(run.said[asked][document] != said for document, said in base.said[asked].items())
+    acted = run is base or any(run.said[asked][document] != said for document, said in base.said[asked].items())
     rows = []
     for (metric, kind), values in run.metrics(task_name).items():
         before = base.metrics(task_name).get((metric, kind), {})
@@ -74,10 +74,10 @@ def paired_rows(task_name: str, task: Any, run: Run, base: Run, seed: int) -> li
                 "change_high": high,
                 "higher_is_better": _flag(task.higher_is_better().get(metric)),
                 "n_documents": len(kept),
-                "n_changed": changed,
+                "n_changed": sum(repr(values[document]) != repr(before[document]) for document in kept),
                 "n_truncated": run.truncated[asked],
                 "n_nonfinite": len(lost),
-                "status": "nonfinite" if not finite else "ok" if changed or run is base else "no_effect",
+                "status": "nonfinite" if not finite else "ok" if acted else "no_effect",
             }
         )
     return rows
