@@ -12,9 +12,11 @@ from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
 from lens_geometry.errors import LensGeometryError
+from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    EvaluationSettings,
     GenerationSettings,
     HeadSettings,
     MlpSettings,
@@ -27,10 +29,12 @@ from lens_geometry.experiments import (
     basin,
     continuations,
     diagonal_numbers,
+    evaluate,
     generation_profile,
     head_sweep,
     mlp_sweep,
     profile,
+    scaling_edits,
     scaling_sweep,
     schedule,
     site_table,
@@ -45,6 +49,7 @@ __all__ = [
     "AttentionSettings",
     "BasinSettings",
     "Batch",
+    "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
     "LensGeometryError",
@@ -66,6 +71,8 @@ __all__ = [
     "describe",
     "diagonal",
     "diagonal_numbers",
+    "edited_lm",
+    "evaluate",
     "generation_profile",
     "head_sweep",
     "known_models",
@@ -79,6 +86,7 @@ __all__ = [
     "remove_diagonal",
     "scale",
     "scale_components",
+    "scaling_edits",
     "scaling_sweep",
     "schedule",
     "site_table",

@@ -24,6 +24,7 @@ from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    EvaluationSettings,
     GenerationSettings,
     HeadSettings,
     MlpSettings,
@@ -36,10 +37,12 @@ from lens_geometry.experiments import (
     basin,
     continuations,
     diagonal_numbers,
+    evaluate,
     generation_profile,
     head_sweep,
     mlp_sweep,
     profile,
+    scaling_edits,
     scaling_sweep,
     schedule,
     site_table,
@@ -92,6 +95,7 @@ BASIN, SCHEDULE = BasinSettings(), ScheduleSettings()
 MLP = MlpSettings()
 ATTENTION = AttentionSettings()
 GENERATION = GenerationSettings()
+EVALUATION = EvaluationSettings()
 
 
 def models_command() -> int:
@@ -420,6 +424,48 @@ def attention_command(
     return 0
 
 
+def evaluate_command(
+    tasks: tuple[str, ...],
+    loading: Loading = LOADING,
+    sites: tuple[str, ...] = ("attn", "mlp", "value_excl_self"),
+    layers: str = "all",
+    parallel: tuple[float, ...] = (0.0,),
+    perpendicular: tuple[float, ...] = (),
+    controls: tuple[str, ...] = (),
+    out: Path = Path("results/evaluate"),
+    settings: EvaluationSettings = EVALUATION,
+) -> int:
+    """Score downstream tasks with lm-evaluation-harness, unedited and under component scaling.
+
+    Needs the extra: pip install "lens-geometry[evals]".
+    Example: lens-geometry evaluate --tasks arc_easy --limit 100 --sites attn mlp --parallel 0 0.5
+
+    Args:
+        tasks: names of lm_eval tasks or groups, your own (see --include-path), or YAML files.
+        loading: which model.
+        sites: which updates are edited.
+        layers: which layers, all at once: "all", "4", "1-", "4-11", "0,3,6".
+        parallel: retained scales of the parallel part, the perpendicular part kept.
+        perpendicular: retained scales of the perpendicular part, the parallel part kept.
+        controls: run beside each edit ("gain", "isotropic", "random_reference", "shuffled_reference").
+        out: directory for table.parquet, table.csv, meta.json and figure.html.
+        settings: how the tasks are run.
+    """
+    model = loading.load()
+    edits = scaling_edits(
+        model,
+        sites,
+        layers=layers,
+        parallel=parallel,
+        perpendicular=perpendicular,
+        controls=controls,
+        seed=settings.seed,
+    )
+    result = evaluate(model, tasks, edits, settings)
+    print(_evaluation_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -434,6 +480,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "mlp": mlp_command,
     "attention": attention_command,
     "generate": generate_command,
+    "evaluate": evaluate_command,
 }
 
 
@@ -562,6 +609,12 @@ def _side_by_side(table: pd.DataFrame) -> str:
             lines.append(f"  {edit_label(row)} ({edit_numbers(row)})")
             lines.append(f"    {same}{f'┃{other}' if other else ''}".replace("\n", "\n    "))
     return "\n".join([*lines, "┃ first difference from the unedited continuation"])
+
+
+def _evaluation_summary(table: pd.DataFrame) -> str:
+    """Score and its change with interval, a row for each task, metric and edit."""
+    shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
+    return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
 
 
 def _quiet() -> None:

@@ -21,6 +21,7 @@ from lens_geometry.axes import add_line, interval, log_ticks, number, panels, pa
 from lens_geometry.basin_plots import basin_figure, schedule_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
+from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.generation_plots import continuations_figure, generation_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
@@ -69,6 +70,8 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
         drawn = continuations_figure(table)
     elif experiment in ("sites", "validate"):
         drawn = table_figure(table)
+    elif experiment == "evaluate":
+        drawn = evaluation_figure(table)
     else:
         raise ResultError(f"no figure is known for {experiment!r}", cure="use an experiment of this package")
     model = meta.get("model", "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,11 +14,12 @@ from lens_geometry.attention_plots import MAPS, map_figure, numbers_in_words
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
+from lens_geometry.evaluation_plots import direction, evaluation_figure, score_names
 from lens_geometry.experiments.attention import diagonal_numbers
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
-SIZES = {"n_sequences": "sequences", "n_tokens": "tokens"}  # of the text, in words
+SIZES = {"n_sequences": "sequences", "n_tokens": "tokens", "n_documents": "documents"}  # of the text, in words
 TITLES = {
     "profile": "Directional profile",
     "scaling_sweep": "Component scaling",
@@ -29,6 +31,7 @@ TITLES = {
     "attention_maps": "Attention before and after an edit",
     "generation_profile": "Profile over generation steps",
     "continuations": "Edited continuations",
+    "evaluate": "Downstream tasks",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -86,6 +89,13 @@ ATTENTION_WORDS = (
     "The edit is written on the attention map: only the weight of a token's own message, A_tt, is changed, and rows "
     "are not scaled back to sum to 1. Before is a pass without edits; after is one pass with the edit in all layers "
     "shown, so that a layer's map also holds what the edits of earlier layers did to it."
+)
+
+TASK_WORDS = (
+    "Every task was run with lm-evaluation-harness on the unedited model and under each edit. A point is what the "
+    "edit changes of the score; its bar is the 95 % interval over documents, paired with the unedited run. A cross "
+    "marks an edit with answers that are not finite, whose documents are left out, an open marker one that "
+    "changed no answer."
 )
 
 
@@ -275,6 +285,36 @@ def continuations_section(table: pd.DataFrame, key: str) -> list[str]:
     return [*_reading(generation_sections.WORDS, meanings), *generation_sections.continuation_parts(table)]
 
 
+def evaluation_section(table: pd.DataFrame, key: str) -> list[str]:
+    """A figure per score, and every change with its interval: a row per edit, a column per score."""
+    table = table.assign(score=score_names(table))
+    figures, scores = [], list(table["score"].unique())
+    for place, score in enumerate(scores):
+        rows = table[table["score"] == score]
+        unedited = f"Unedited {number(float(rows['base_value'].iloc[0]))}"
+        caption = "; ".join(filter(None, (unedited, direction(rows), f"{int(rows['n_documents'].max()):,} documents")))
+        drawn = evaluation_figure(rows.drop(columns="score"))
+        figures.append(pieces.plot(drawn, f"{key}-score{place}", str(score), f"{caption}.", switched=False))
+    cells = {(row["edit"], row["score"]): row for row in table.to_dict("records")}
+    edits = [edit for edit in table["edit"].unique() if edit != "none"]
+    entries = [[str(edit), *(_score_entry(cells.get((edit, score))) for score in scores)] for edit in edits]
+    bases = [number(float(table.loc[table["score"] == score, "base_value"].iloc[0])) for score in scores]
+    caption = "Change of each score against the unedited model, with 95 % intervals over documents."
+    return [
+        f"<p>{pieces.text(TASK_WORDS)}</p>",
+        f'<div class="figures">{"".join(figures)}</div>',
+        pieces.grid(caption, ["edit", *map(str, scores)], [["unedited", *bases], *entries]),
+    ]
+
+
+def _score_entry(row: dict[Hashable, Any] | None) -> str:
+    if row is None:
+        return "not measured"
+    change = interval(row["change"], row["change_low"], row["change_high"], signed=True).replace(" [", "\n[")
+    notes = {"nonfinite": f"{row['n_nonfinite']:,} not finite", "no_effect": "no answer changed"}
+    return f"{change}\n{notes[row['status']]}" if row["status"] in notes else change
+
+
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:
     """The first rows of a table that has no section of its own."""
     rows = [
@@ -288,6 +328,7 @@ SECTIONS = {
     "profile": profile_section,
     "scaling_sweep": sweep_section,
     "mlp_sweep": sweep_section,
+    "evaluate": evaluation_section,
     "generation_profile": generation_section,
     "continuations": continuations_section,
     "attention_maps": attention_section,

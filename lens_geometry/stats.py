@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,3 +172,28 @@ def bootstrap_means(values: Floats, *, seed: int = 0, resamples: int = 400) -> d
     tail = (1 - CONFIDENCE) / 2
     low, high = np.moveaxis(quantiles(means, (tail, 1 - tail)), -1, 0)
     return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}
+
+
+def paired_interval(
+    one: Sequence[Any], other: Sequence[Any], combine: Callable[..., Any], *, seed: int = 0, resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile interval (95 %) of `combine(one) - combine(other)`, by resampling their common items.
+
+    For scores that are not means of numbers, such as F1 or a perplexity, which `combine` makes from a list of items.
+    Scores of texts (corpus BLEU and the like), which take long, are resampled a tenth as often. With fewer than two
+    items there is no interval: (nan, nan).
+
+    >>> low, high = paired_interval([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], max)
+    >>> low, high
+    (1.0, 3.0)
+    """
+    resamples = resamples // 10 if len(one) and _has_text(one[0]) else resamples
+
+    def difference(rows: NDArray[np.intp]) -> float:
+        return float(combine([one[i] for i in rows]) - combine([other[i] for i in rows]))
+
+    return resampled_interval(len(one), difference, seed=seed, resamples=resamples)
+
+
+def _has_text(item: Any) -> bool:
+    return isinstance(item, str) or (isinstance(item, list | tuple) and any(map(_has_text, item)))

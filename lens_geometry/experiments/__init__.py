@@ -2,6 +2,7 @@
 
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
+from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
@@ -15,6 +16,7 @@ from lens_geometry.experiments.validate import site_table, validate
 __all__ = [
     "AttentionSettings",
     "BasinSettings",
+    "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
     "MlpSettings",
@@ -27,10 +29,12 @@ __all__ = [
     "basin",
     "continuations",
     "diagonal_numbers",
+    "evaluate",
     "generation_profile",
     "head_sweep",
     "mlp_sweep",
     "profile",
+    "scaling_edits",
     "scaling_sweep",
     "schedule",
     "site_table",
