@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 import tyro
 
-from lens_geometry import models
+from lens_geometry import models, summaries
 from lens_geometry.attention_plots import attention_html
-from lens_geometry.basin_plots import basin_range, basins
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
@@ -36,7 +35,6 @@ from lens_geometry.experiments import (
     attention_maps,
     basin,
     continuations,
-    diagonal_numbers,
     evaluate,
     generation_profile,
     head_sweep,
@@ -48,7 +46,6 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
-from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
@@ -166,7 +163,7 @@ def profile_command(
         settings: what is measured.
     """
     result = profile(loading.load(), load_text(text), settings)
-    print(_profile_summary(result.table))
+    print(summaries.profile_summary(result.table))
     return _saved(result, out)
 
 
@@ -198,13 +195,13 @@ def scale_command(
     searches: list[tuple[str, Callable[..., Result], Any, Callable[[pd.DataFrame], str]]] = []
     if basin_bound is not None:  # settings that make no sense are refused before the sweep is run
         basins = BasinSettings(**shared, layers=settings.layers, bound=basin_bound)
-        searches.append(("basin", basin, basins, _basin_summary))
+        searches.append(("basin", basin, basins, summaries.basin_summary))
     if schedule_budget is not None:
         schedules = ScheduleSettings(**shared, layers=settings.layers[0], budget=schedule_budget)
-        searches.append(("schedule", schedule, schedules, _schedule_summary))
+        searches.append(("schedule", schedule, schedules, summaries.schedule_summary))
     model, data = loading.load(), load_text(text)
     result = scaling_sweep(model, data, settings, out=out)
-    print(_scaling_summary(result.table))
+    print(summaries.scaling_summary(result.table))
     _saved(result, out)
     for name, find, chosen, summary in searches:
         result = find(model, data, chosen, out=out / name)
@@ -231,7 +228,7 @@ def basin_command(
         settings: what is edited, under which bound, and how the search goes.
     """
     result = basin(loading.load(), load_text(text), settings, out=out)
-    print(_basin_summary(result.table))
+    print(summaries.basin_summary(result.table))
     return _saved(result, out)
 
 
@@ -253,7 +250,7 @@ def schedule_command(
         settings: which site and layers, under which budget.
     """
     result = schedule(loading.load(), load_text(text), settings, out=out)
-    print(_schedule_summary(result.table))
+    print(summaries.schedule_summary(result.table))
     return _saved(result, out)
 
 
@@ -276,7 +273,7 @@ def heads_command(
         settings: which heads are edited, and by how much.
     """
     result = head_sweep(loading.load(), load_text(text), settings, out=out)
-    print(_heads_summary(result))
+    print(summaries.heads_summary(result))
     return _saved(result, out)
 
 
@@ -298,7 +295,7 @@ def strength_command(
         settings: what is edited, and by how much.
     """
     result = applied_strength(loading.load(), load_text(text), settings, out=out)
-    print(_strength_summary(result.table))
+    print(summaries.strength_summary(result.table))
     return _saved(result, out)
 
 
@@ -320,7 +317,7 @@ def mlp_command(
         settings: what is edited, and by how much.
     """
     result = mlp_sweep(loading.load(), load_text(text), settings, out=out)
-    print(_scaling_summary(result.table))
+    print(summaries.scaling_summary(result.table))
     return _saved(result, out)
 
 
@@ -342,7 +339,7 @@ def generate_command(
     """
     model, texts = loading.load(), list(prompts) or None
     edited = continuations(model, texts, settings)
-    print(_side_by_side(edited.table))
+    print(summaries.side_by_side(edited.table))
     measured = generation_profile(model, texts, settings)
     _saved(edited, out)
     return _saved(measured, out / "profile")
@@ -414,7 +411,7 @@ def attention_command(
         settings: what is edited, and by how much.
     """
     result = attention_maps(loading.load(), prompt, settings)
-    print(_attention_summary(result.table, settings.site))
+    print(summaries.attention_summary(result.table, settings.site))
     _saved(result, out)
     sizes = result.table["edit"].abs().groupby(result.table["layer"]).sum()
     shown = sorted(sizes.nlargest(4).index)  # a page of thirty layers is slow in every browser
@@ -462,7 +459,7 @@ def evaluate_command(
         seed=settings.seed,
     )
     result = evaluate(model, tasks, edits, settings)
-    print(_evaluation_summary(result.table))
+    print(summaries.evaluation_summary(result.table))
     return _saved(result, out)
 
 
@@ -507,114 +504,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _saved(result: Result, out: Path) -> int:
     print(f"saved: {result.save(out)}")
     return 0
-
-
-def _profile_summary(table: pd.DataFrame) -> str:
-    """Mean over layers of the main numbers, a row for each site."""
-    whole = table[table["head"].isna() & table["metric"].isin(("alpha", "parallel_fraction", "update_over_reference"))]
-    shown = whole.pivot_table(index="site", columns="metric", values="mean", sort=False)
-    parallel = whole[whole["metric"] == "parallel_fraction"].set_index("layer").groupby("site")["mean"]
-    shown["most parallel layer"] = parallel.idxmax()
-    return "mean over layers of the mean over tokens\n" + shown.to_string(float_format="{:.3f}".format)
-
-
-def _scaling_summary(table: pd.DataFrame) -> str:
-    """Change of loss, a row for each site and kind, a column for each scale."""
-    shown = table.pivot_table(
-        index=["layers", "site", "control", "component"], columns="scale", values="loss_change", sort=False
-    )
-    shown = shown[sorted(shown.columns)]
-    return "change of loss (nats) by retained scale\n" + shown.to_string(float_format="{:+.3f}".format, na_rep="")
-
-
-def _heads_summary(result: Result) -> str:
-    """Per site and grouping over layers: single heads, all at once, the sum; then how the two methods agree."""
-    table = result.table
-    changes = table.pivot_table(
-        index=["site", "grouping", "method", "layer"], columns="kind", values="loss_change", aggfunc=["mean", "max"]
-    )
-    shown = pd.DataFrame({"mean of singles": changes["mean"].get("single"), "largest": changes["max"].get("single")})
-    for kind in ("all", "sum_of_singles"):
-        shown[kind.replace("_", " ")] = changes["mean"].get(kind)
-    keys = ["site", "grouping", "method"]
-    over_layers = (
-        shown.groupby(level=keys, sort=False)
-        .mean()
-        .join(shown[["largest"]].groupby(level=keys, sort=False).max().rename(columns={"largest": "largest of all"}))
-    )
-    lines = [
-        f"{found['site']}, {found['grouping']}: first order ranks {found['heads']} heads as the exact sweep does with "
-        f"Spearman {found['spearman']:.3f} [{found['spearman_low']:.3f}, {found['spearman_high']:.3f}]"
-        for found in result.meta["agreement"]
-    ]
-    words = "change of loss (nats) when heads are edited, mean over layers"
-    return "\n".join([words, over_layers.to_string(float_format="{:+.4f}".format, na_rep="-"), *lines])
-
-
-def _strength_summary(table: pd.DataFrame) -> str:
-    """All layers at once: how much of the branch changes, and what it costs."""
-    whole = table[table["layer"].isna()].set_index(["site", "component", "scale"])
-    columns = ["change_over_branch", "change_energy", "norm_ratio", "loss_change", "loss_per_strength"]
-    shown = whole[columns].to_string(float_format="{:.3f}".format)
-    return "all layers edited; strengths are means over layers and tokens, losses in nats per token\n" + shown
-
-
-def _basin_summary(table: pd.DataFrame) -> str:
-    """The basin of each target, and the one by the change itself."""
-    rows = basins(table)
-    shown = pd.DataFrame(
-        {
-            "basin": [basin_range(row) for _, row in rows.iterrows()],
-            "by the change itself": [basin_range(row, "_estimate") for _, row in rows.iterrows()],
-            "inside again": ["further out" if again else "" for again in rows["reentrant"]],
-        },
-        index=rows["label"].rename(None),
-    )
-    bound = f"scales with a change of loss under {rows['bound'].iloc[0]:g} nats (basin: with its 95 % upper end)\n"
-    return bound + shown.to_string()
-
-
-def _schedule_summary(table: pd.DataFrame) -> str:
-    """Per-layer scales of the schedule, and the loss of each variant on both halves."""
-    layers = table[(table["kind"] == "layer") & (table["variant"] == "greedy")]
-    scales = layers.pivot_table(index="layer", columns="site", values="scale", sort=False)
-    compared = table[table["kind"] == "comparison"]
-    index, columns = ["site", "variant", "strength"], "half"
-    change = compared.pivot_table(index=index, columns=columns, values="loss_change", sort=False)
-    return (
-        f"retained scale s_par of each layer, joint change of loss under {table['budget'].iloc[0]:g} nats\n"
-        f"{scales.to_string(float_format='{:.2f}'.format)}\n"
-        "change of loss (nats) at equal applied strength, where it was searched and held out\n"
-        + change.to_string(float_format="{:+.3f}".format)
-    )
-
-
-def _attention_summary(table: pd.DataFrame, site: str) -> str:
-    """A_tt before and after, and what the edit added to it, a row for each layer."""
-    shown = diagonal_numbers(table).drop(columns=["heads_agree"]).set_index("layer")
-    kind = "one number per token for all heads of a layer" if site == "attn" else "by head"
-    return (
-        f"A_tt, position 0 left out: mean before and after; the edit's median and largest size ({kind}); the share of "
-        "A_tt outside 0 to 1 afterwards\n" + shown.to_string(float_format="{:.4g}".format)
-    )
-
-
-def _side_by_side(table: pd.DataFrame) -> str:
-    """Every prompt with its continuations, a bar where each parts from the unedited one."""
-    lines = []
-    for _, rows in table.groupby("prompt", sort=False):
-        lines.append(f"prompt: {rows['prompt_text'].iloc[0]}")
-        for row in rows.itertuples():
-            same, other = parted(row)
-            lines.append(f"  {edit_label(row)} ({edit_numbers(row)})")
-            lines.append(f"    {same}{f'┃{other}' if other else ''}".replace("\n", "\n    "))
-    return "\n".join([*lines, "┃ first difference from the unedited continuation"])
-
-
-def _evaluation_summary(table: pd.DataFrame) -> str:
-    """Score and its change with interval, a row for each task, metric and edit."""
-    shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
-    return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
 
 
 def _quiet() -> None:

@@ -8,16 +8,19 @@ works on every class of model, where TransformerLens' `start_at_layer` does not 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_geometry.anatomy import alone, at_rest, attached, hook_points, inspect, probe_tokens
+from lens_geometry.data import Tokens
+from lens_geometry.edits import Hooks
 from lens_geometry.sites import HOOKS
 
 
@@ -99,3 +102,40 @@ def _try(model: Any) -> bool:
                 if not torch.equal(model(ids, return_type="logits"), base):
                     return False
     return True
+
+
+class Streams:
+    """The unedited model's stream before some layers, kept on the CPU while conditions are run.
+
+    Every layer that a condition starts at is kept, or as many of them, evenly spread, as `most_bytes` hold; none
+    where the model does not repeat a pass from a stored stream to the last bit.
+    """
+
+    def __init__(self, model: Any, tokens: Tokens, layers: Sequence[int], *, most_bytes: float = 2e9) -> None:
+        wanted = sorted({*layers} - {0})
+        self.rows, self.kept = range(0), dict[int, Tensor]()
+        anatomy = inspect(model)
+        shape = (*tokens.ids.shape, anatomy.d_model)
+        room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
+        if wanted and room and can_start_inside(model):
+            step = -(-len(wanted) // room)
+            self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
+
+    def keepers(self) -> Hooks:
+        """Hooks that store the streams of the batch of `rows`."""
+
+        def keeper(layer: int) -> Callable[..., None]:
+            def keep(tensor: Tensor, hook: Any) -> None:
+                self.kept[layer][self.rows.start : self.rows.stop] = tensor.detach().cpu()
+
+            return keep
+
+        return [(HOOKS["resid_pre"].format(layer), keeper(layer)) for layer in self.kept]
+
+    def nearest(self, layer: int) -> int:
+        """The last layer, at or before this one, that a pass can begin at."""
+        return max((kept for kept in self.kept if kept <= layer), default=0)
+
+    def of(self, layer: int, rows: range, copies: int = 1) -> Tensor | None:
+        """The stream of some sequences, `copies` times over; None for layer 0."""
+        return self.kept[layer][rows.start : rows.stop].repeat(copies, 1, 1) if layer else None

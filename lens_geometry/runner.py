@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 import warnings
@@ -23,11 +21,12 @@ from lens_geometry import models
 from lens_geometry.anatomy import at_rest, attached, hook_points, inspect, probe_tokens
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits import Batch, Hooks, applied
-from lens_geometry.errors import DataError, HookError, ModelError, ResultError
+from lens_geometry.errors import DataError, HookError, ModelError
+from lens_geometry.journal import Journal
 from lens_geometry.metrics import SequenceLosses, sequence_losses
-from lens_geometry.prefix import can_start_inside, starting_at
+from lens_geometry.prefix import Streams, starting_at
 from lens_geometry.results import jsonable, versions
-from lens_geometry.sites import HOOKS, SITES
+from lens_geometry.sites import SITES
 
 
 @dataclass(frozen=True)
@@ -191,128 +190,6 @@ def _copies(found: list[SequenceLosses], copies: int, number: int) -> list[Seque
     """The rows of one of several edits that were run side by side."""
     arrays: Iterator[list[Any]] = ([np.split(array, copies)[number] for array in losses] for losses in found)
     return [SequenceLosses(*parts) for parts in arrays]
-
-
-class Streams:
-    """The unedited model's stream before some layers, kept on the CPU while conditions are run.
-
-    Every layer that a condition starts at is kept, or as many of them, evenly spread, as `most_bytes` hold; none
-    where the model does not repeat a pass from a stored stream to the last bit.
-    """
-
-    def __init__(self, model: Any, tokens: Tokens, layers: Sequence[int], *, most_bytes: float = 2e9) -> None:
-        wanted = sorted({*layers} - {0})
-        self.rows, self.kept = range(0), dict[int, Tensor]()
-        anatomy = inspect(model)
-        shape = (*tokens.ids.shape, anatomy.d_model)
-        room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
-        if wanted and room and can_start_inside(model):
-            step = -(-len(wanted) // room)
-            self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
-
-    def keepers(self) -> Hooks:
-        """Hooks that store the streams of the batch of `rows`."""
-
-        def keeper(layer: int) -> Callable[..., None]:
-            def keep(tensor: Tensor, hook: Any) -> None:
-                self.kept[layer][self.rows.start : self.rows.stop] = tensor.detach().cpu()
-
-            return keep
-
-        return [(HOOKS["resid_pre"].format(layer), keeper(layer)) for layer in self.kept]
-
-    def nearest(self, layer: int) -> int:
-        """The last layer, at or before this one, that a pass can begin at."""
-        return max((kept for kept in self.kept if kept <= layer), default=0)
-
-    def of(self, layer: int, rows: range, copies: int = 1) -> Tensor | None:
-        """The stream of some sequences, `copies` times over; None for layer 0."""
-        return self.kept[layer][rows.start : rows.stop].repeat(copies, 1, 1) if layer else None
-
-
-class Journal:
-    """Finished conditions, one JSON line each, so that a killed run loses at most the one it was in.
-
-    Numbers survive the round trip to the last bit. Without a path it only remembers.
-    """
-
-    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
-        self.path, self.losses = path, dict[str, SequenceLosses]()
-        if path is None:
-            return
-        head = json.dumps(jsonable(about), sort_keys=True)
-        if path.exists() and path.stat().st_size:
-            self._read(path, head)
-        else:
-            self._write(head + "\n", "wb")
-
-    def add(self, key: str, losses: SequenceLosses) -> None:
-        self.losses[key] = losses
-        if self.path is not None:
-            line = {"key": key, **{name: array.tolist() for name, array in losses._asdict().items()}}
-            self._write(json.dumps(line) + "\n", "ab")
-
-    def check_same(self, before: SequenceLosses, now: SequenceLosses) -> None:
-        """Raise ResultError when the unedited model no longer gives the losses that the journal holds."""
-        same = before.sums.shape == now.sums.shape and (before.counts == now.counts).all()
-        if not same or not np.allclose(before.sums, now.sums, rtol=1e-5, atol=1e-5):
-            raise ResultError(
-                "the unedited model gives other losses than when this journal was begun (its configuration, its hooks, "
-                "the token mask or the machine have changed)",
-                where=str(self.path),
-                cure="give another --out directory, or delete this file to start again",
-            )
-
-    def _read(self, path: Path, head: str) -> None:
-        cure = "give another --out directory, or delete this file to start again"
-        try:
-            text = path.read_bytes()
-            whole = text[: text.rfind(b"\n") + 1]
-            if not whole:  # killed while writing the first line
-                self._write(head + "\n", "wb")
-                return
-            first, *lines = whole.decode("utf-8").splitlines()
-            found = [json.loads(line) for line in lines]
-            before = dict(json.loads(first))
-            losses = {
-                line["key"]: SequenceLosses(
-                    np.array(line["sums"], np.float64), np.array(line["counts"]), np.array(line["nonfinite"])
-                )
-                for line in found
-            }
-            if len({len(array) for one in losses.values() for array in one}) > 1:
-                raise ValueError("lines of different lengths")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ResultError(
-                f"the journal of an earlier run is damaged ({error})", where=str(path), cure=cure
-            ) from error
-        now = json.loads(head)
-        different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        if different:
-            raise ResultError(
-                f"an earlier run left its journal here, and it differs in: {', '.join(different)}",
-                where=str(path),
-                cure=cure,
-            )
-        self.losses.update(losses)
-        if len(whole) < len(text):  # killed while writing the last line
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-
-    def _write(self, text: str, mode: str) -> None:
-        assert self.path is not None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open(mode) as file:
-                file.write(text.encode("utf-8"))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ResultError(
-                f"the journal could not be written ({error.strerror or error}); what it holds is kept",
-                where=str(self.path),
-                cure="free space or choose another --out, and run the same command again to go on",
-            ) from error
 
 
 def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: float, **more: Any) -> dict[str, Any]:

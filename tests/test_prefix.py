@@ -8,8 +8,8 @@ import zoo
 from lens_geometry.anatomy import attached
 from lens_geometry.data import tokenize
 from lens_geometry.edits import scale
-from lens_geometry.prefix import can_start_inside, starting_at
-from lens_geometry.runner import Condition, RunSettings, Streams, run_conditions
+from lens_geometry.prefix import Streams, can_start_inside, starting_at
+from lens_geometry.runner import Condition, RunSettings, run_conditions
 from lens_geometry.sites import HOOKS
 
 

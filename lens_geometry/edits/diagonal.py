@@ -31,7 +31,7 @@ from lens_geometry.anatomy import Anatomy, n_groups
 from lens_geometry.edits.hooks import Collector, Hooks, tag
 from lens_geometry.edits.noise import Batch
 from lens_geometry.edits.reach import require_map
-from lens_geometry.edits.scaling import Scale, _checked_scale, _LayerEdit
+from lens_geometry.edits.scaling import LayerEdit, Scale, checked_scale
 from lens_geometry.errors import HookError, SiteError
 from lens_geometry.geometry import diagonal_change, message_change
 from lens_geometry.sites import (
@@ -54,7 +54,7 @@ DIAGONAL_SITES: tuple[DiagonalSite, ...] = get_args(DiagonalSite)
 Which = int | slice | Iterable[int] | None
 Positions = int | slice | Iterable[int] | Bool[Tensor, "batch pos"] | None
 DiagonalVisit = Callable[[int, Tensor, Tensor], None]
-Edit = TypeVar("Edit", bound=_LayerEdit)
+Edit = TypeVar("Edit", bound=LayerEdit)
 
 
 def diagonal(
@@ -120,7 +120,7 @@ def _edits(
     if residual and grouping != "each":
         raise SiteError(f"the diagonal form of {site!r} has no head groups", cure="leave grouping out")
     anatomy, chosen = require_map(model, layers, output=residual)
-    scale = _checked_scale(parallel, anatomy.n_layers, form)
+    scale = checked_scale(parallel, anatomy.n_layers, form)
     make = partial(_DiagonalEdit, output=partial(attention_output, model) if residual else None)
     return layer_edits(make, model, anatomy, chosen, form, scale, heads, positions, grouping)
 
@@ -186,7 +186,7 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class _DiagonalEdit(_LayerEdit):
+class _DiagonalEdit(LayerEdit):
     """How the diagonal of one layer's map is edited. `output` gives W_O and b_O of a layer, where they are needed."""
 
     output: Callable[[int], tuple[Tensor, Tensor | None]] | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_geometry.edits.diagonal import FORMS, Positions, Which, layer_edits
 from lens_geometry.edits.hooks import Hooks
 from lens_geometry.edits.reach import require_map
-from lens_geometry.edits.scaling import _LayerEdit
+from lens_geometry.edits.scaling import LayerEdit
 from lens_geometry.errors import HookError, SiteError
 
 
@@ -53,7 +53,7 @@ def remove_diagonal(
 
 
 @dataclass(frozen=True)
-class _Removal(_LayerEdit):
+class _Removal(LayerEdit):
     """How the diagonal of one layer's map is removed."""
 
     renormalise: bool

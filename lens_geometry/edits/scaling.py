@@ -79,7 +79,7 @@ def scale(
         raise SiteError(
             f"site {site!r} has {what}", cure="use 'value' or 'value_excl_self', or leave heads and grouping out"
         )
-    parallel, perpendicular = (_checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
+    parallel, perpendicular = (checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
     check_when(when, batch, site)
@@ -103,7 +103,7 @@ def scale(
     for layer in chosen:
         facts = anatomy.layers[layer]
         groups = n_vectors(found, facts, grouping)
-        edit = _LayerEdit(
+        edit = LayerEdit(
             model=model,
             site=found,
             target=anatomy.target(found, layer),
@@ -125,7 +125,7 @@ def scale(
 
 
 @dataclass(frozen=True)
-class _LayerEdit:
+class LayerEdit:
     """How one site of one layer is edited."""
 
     model: Any
@@ -285,7 +285,7 @@ def _has_gradient(scale: Scale) -> bool:
     return isinstance(scale, Tensor) and scale.requires_grad
 
 
-def _checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
+def checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
     """A float, a tensor with its layer axis, or a callable. Raises GeometryError for anything else."""
     if callable(scale) and not isinstance(scale, Tensor):
         return scale  # type: ignore[no-any-return]

@@ -1,0 +1,118 @@
+"""What a command prints of its result: the short table, as text."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from lens_geometry.basin_plots import basin_range, basins
+from lens_geometry.experiments import diagonal_numbers
+from lens_geometry.generation_plots import edit_label, edit_numbers, parted
+from lens_geometry.results import Result
+
+
+def profile_summary(table: pd.DataFrame) -> str:
+    """Mean over layers of the main numbers, a row for each site."""
+    whole = table[table["head"].isna() & table["metric"].isin(("alpha", "parallel_fraction", "update_over_reference"))]
+    shown = whole.pivot_table(index="site", columns="metric", values="mean", sort=False)
+    parallel = whole[whole["metric"] == "parallel_fraction"].set_index("layer").groupby("site")["mean"]
+    shown["most parallel layer"] = parallel.idxmax()
+    return "mean over layers of the mean over tokens\n" + shown.to_string(float_format="{:.3f}".format)
+
+
+def scaling_summary(table: pd.DataFrame) -> str:
+    """Change of loss, a row for each site and kind, a column for each scale."""
+    shown = table.pivot_table(
+        index=["layers", "site", "control", "component"], columns="scale", values="loss_change", sort=False
+    )
+    shown = shown[sorted(shown.columns)]
+    return "change of loss (nats) by retained scale\n" + shown.to_string(float_format="{:+.3f}".format, na_rep="")
+
+
+def heads_summary(result: Result) -> str:
+    """Per site and grouping over layers: single heads, all at once, the sum; then how the two methods agree."""
+    table = result.table
+    changes = table.pivot_table(
+        index=["site", "grouping", "method", "layer"], columns="kind", values="loss_change", aggfunc=["mean", "max"]
+    )
+    shown = pd.DataFrame({"mean of singles": changes["mean"].get("single"), "largest": changes["max"].get("single")})
+    for kind in ("all", "sum_of_singles"):
+        shown[kind.replace("_", " ")] = changes["mean"].get(kind)
+    keys = ["site", "grouping", "method"]
+    over_layers = (
+        shown.groupby(level=keys, sort=False)
+        .mean()
+        .join(shown[["largest"]].groupby(level=keys, sort=False).max().rename(columns={"largest": "largest of all"}))
+    )
+    lines = [
+        f"{found['site']}, {found['grouping']}: first order ranks {found['heads']} heads as the exact sweep does with "
+        f"Spearman {found['spearman']:.3f} [{found['spearman_low']:.3f}, {found['spearman_high']:.3f}]"
+        for found in result.meta["agreement"]
+    ]
+    words = "change of loss (nats) when heads are edited, mean over layers"
+    return "\n".join([words, over_layers.to_string(float_format="{:+.4f}".format, na_rep="-"), *lines])
+
+
+def strength_summary(table: pd.DataFrame) -> str:
+    """All layers at once: how much of the branch changes, and what it costs."""
+    whole = table[table["layer"].isna()].set_index(["site", "component", "scale"])
+    columns = ["change_over_branch", "change_energy", "norm_ratio", "loss_change", "loss_per_strength"]
+    shown = whole[columns].to_string(float_format="{:.3f}".format)
+    return "all layers edited; strengths are means over layers and tokens, losses in nats per token\n" + shown
+
+
+def basin_summary(table: pd.DataFrame) -> str:
+    """The basin of each target, and the one by the change itself."""
+    rows = basins(table)
+    shown = pd.DataFrame(
+        {
+            "basin": [basin_range(row) for _, row in rows.iterrows()],
+            "by the change itself": [basin_range(row, "_estimate") for _, row in rows.iterrows()],
+            "inside again": ["further out" if again else "" for again in rows["reentrant"]],
+        },
+        index=rows["label"].rename(None),
+    )
+    bound = f"scales with a change of loss under {rows['bound'].iloc[0]:g} nats (basin: with its 95 % upper end)\n"
+    return bound + shown.to_string()
+
+
+def schedule_summary(table: pd.DataFrame) -> str:
+    """Per-layer scales of the schedule, and the loss of each variant on both halves."""
+    layers = table[(table["kind"] == "layer") & (table["variant"] == "greedy")]
+    scales = layers.pivot_table(index="layer", columns="site", values="scale", sort=False)
+    compared = table[table["kind"] == "comparison"]
+    index, columns = ["site", "variant", "strength"], "half"
+    change = compared.pivot_table(index=index, columns=columns, values="loss_change", sort=False)
+    return (
+        f"retained scale s_par of each layer, joint change of loss under {table['budget'].iloc[0]:g} nats\n"
+        f"{scales.to_string(float_format='{:.2f}'.format)}\n"
+        "change of loss (nats) at equal applied strength, where it was searched and held out\n"
+        + change.to_string(float_format="{:+.3f}".format)
+    )
+
+
+def attention_summary(table: pd.DataFrame, site: str) -> str:
+    """A_tt before and after, and what the edit added to it, a row for each layer."""
+    shown = diagonal_numbers(table).drop(columns=["heads_agree"]).set_index("layer")
+    kind = "one number per token for all heads of a layer" if site == "attn" else "by head"
+    return (
+        f"A_tt, position 0 left out: mean before and after; the edit's median and largest size ({kind}); the share of "
+        "A_tt outside 0 to 1 afterwards\n" + shown.to_string(float_format="{:.4g}".format)
+    )
+
+
+def side_by_side(table: pd.DataFrame) -> str:
+    """Every prompt with its continuations, a bar where each parts from the unedited one."""
+    lines = []
+    for _, rows in table.groupby("prompt", sort=False):
+        lines.append(f"prompt: {rows['prompt_text'].iloc[0]}")
+        for row in rows.itertuples():
+            same, other = parted(row)
+            lines.append(f"  {edit_label(row)} ({edit_numbers(row)})")
+            lines.append(f"    {same}{f'┃{other}' if other else ''}".replace("\n", "\n    "))
+    return "\n".join([*lines, "┃ first difference from the unedited continuation"])
+
+
+def evaluation_summary(table: pd.DataFrame) -> str:
+    """Score and its change with interval, a row for each task, metric and edit."""
+    shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
+    return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
