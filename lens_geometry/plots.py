@@ -9,7 +9,8 @@ is not finite, an open marker a mean that left something out. A trace's `meta` s
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,30 +51,9 @@ PROFILE = "site layer head metric mean q10 q90 ci_low ci_high n_tokens n_infinit
 
 def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Figure:
     """The figure of an experiment's result; `ResultError` for an experiment that has none."""
-    if experiment == "profile":
-        drawn = profile_figure(table)
-    elif experiment in ("scaling_sweep", "mlp_sweep"):
-        drawn = sweep_figure(table, quantities=tuple(UNITS))
-    elif experiment == "head_sweep":
-        drawn = heads_figure(table)
-    elif experiment == "applied_strength":
-        drawn = strength_figure(table)
-    elif experiment == "basin":
-        drawn = basin_figure(table)
-    elif experiment == "schedule":
-        drawn = schedule_figure(table)
-    elif experiment == "attention_maps":
-        drawn = attention_figure(table)
-    elif experiment == "generation_profile":
-        drawn = generation_figure(table)
-    elif experiment == "continuations":
-        drawn = continuations_figure(table)
-    elif experiment in ("sites", "validate"):
-        drawn = table_figure(table)
-    elif experiment == "evaluate":
-        drawn = evaluation_figure(table)
-    else:
+    if experiment not in FIGURES:
         raise ResultError(f"no figure is known for {experiment!r}", cure="use an experiment of this package")
+    drawn = FIGURES[experiment](table)
     model = meta.get("model", "")
     name = model.get("name", "") if isinstance(model, dict) else model
     return drawn.update_layout(title={"text": html.escape(str(name)), "font_size": 14})
@@ -185,3 +165,20 @@ def profile_heads_figure(table: pd.DataFrame, metric: str = "parallel_fraction")
     colours = {"colorscale": "RdBu" if low < 0 < high else "Viridis", "cmin": limits[0], "cmax": limits[1]}
     bar = {"thickness": 12, "outlinewidth": 0, "title": {"text": metric, "side": "right"}}
     return drawn.update_layout(coloraxis={**colours, "colorbar": bar})
+
+
+FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
+    "profile": profile_figure,
+    "scaling_sweep": partial(sweep_figure, quantities=tuple(UNITS)),
+    "mlp_sweep": partial(sweep_figure, quantities=tuple(UNITS)),
+    "head_sweep": heads_figure,
+    "applied_strength": strength_figure,
+    "basin": basin_figure,
+    "schedule": schedule_figure,
+    "attention_maps": attention_figure,
+    "generation_profile": generation_figure,
+    "continuations": continuations_figure,
+    "evaluate": evaluation_figure,
+    "sites": table_figure,
+    "validate": table_figure,
+}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
 from lens_geometry import generation_sections, plots
 from lens_geometry import html_pieces as pieces
-from lens_geometry.attention_plots import MAPS, map_figure, numbers_in_words
+from lens_geometry.attention_sections import attention_section
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
-from lens_geometry.evaluation_plots import direction, evaluation_figure, score_names
-from lens_geometry.experiments.attention import diagonal_numbers
+from lens_geometry.evaluation_sections import evaluation_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -84,18 +82,6 @@ SCHEDULE_WORDS = (
     "the budget. Beside it stand one scale for all layers and random orders of the layers, all with the same "
     "applied strength: the sum over layers of the mean over tokens of the change's size over that of the output. "
     "The choice was made on half of the sequences; what it is worth is seen on the held-out half."
-)
-ATTENTION_WORDS = (
-    "The edit is written on the attention map: only the weight of a token's own message, A_tt, is changed, and rows "
-    "are not scaled back to sum to 1. Before is a pass without edits; after is one pass with the edit in all layers "
-    "shown, so that a layer's map also holds what the edits of earlier layers did to it."
-)
-
-TASK_WORDS = (
-    "Every task was run with lm-evaluation-harness on the unedited model and under each edit. A point is what the "
-    "edit changes of the score; its bar is the 95 % interval over documents, paired with the unedited run. A cross "
-    "marks an edit with answers that are not finite, whose documents are left out, an open marker one that "
-    "changed no answer."
 )
 
 
@@ -244,32 +230,6 @@ def _sites_reading(words: str, table: pd.DataFrame) -> list[str]:
     return _reading(words, {str(site): SITES.get(str(site), "") for site in table["site"].unique()})
 
 
-def attention_section(table: pd.DataFrame, key: str) -> list[str]:
-    """The maps of the layer where the edit did most, mean over heads, and the diagonal of every layer."""
-    layer = int(table["edit"].abs().groupby(table["layer"]).sum().idxmax())
-    shown = [
-        pieces.plot(
-            map_figure(table, layer, which),
-            f"{key}-{which}",
-            f"Layer {layer}, mean over heads: {words}",
-            "Rows attend to columns; the layer is the one where the edit changed most.",
-            switched=False,
-        )
-        for which, words in MAPS.items()
-    ]
-    summary = diagonal_numbers(table)
-    columns = ["layer", "A_tt before", "A_tt after", "median edit", "largest edit", "outside 0 to 1"]
-    kind = " It is one number per token for all heads." if summary["heads_agree"].all() else ""
-    caption = (
-        f"The diagonal: means over heads and tokens, position 0 left out; the edit is what it added to A_tt.{kind}"
-    )
-    return [
-        f"<p>{pieces.text(ATTENTION_WORDS)}</p>",
-        f'<div class="figures">{"".join(shown)}</div>',
-        pieces.grid(caption, columns, [numbers_in_words(row) for row in summary.itertuples()]),
-    ]
-
-
 def generation_section(table: pd.DataFrame, key: str) -> list[str]:
     """Metrics by generation step, and maps of layer by step."""
     meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique()}
@@ -283,36 +243,6 @@ def continuations_section(table: pd.DataFrame, key: str) -> list[str]:
     """Edited continuations beside the unedited one, prompt by prompt."""
     meanings = {str(site): SITES.get(str(site), "") for site in table["site"].unique() if site != "none"}
     return [*_reading(generation_sections.WORDS, meanings), *generation_sections.continuation_parts(table)]
-
-
-def evaluation_section(table: pd.DataFrame, key: str) -> list[str]:
-    """A figure per score, and every change with its interval: a row per edit, a column per score."""
-    table = table.assign(score=score_names(table))
-    figures, scores = [], list(table["score"].unique())
-    for place, score in enumerate(scores):
-        rows = table[table["score"] == score]
-        unedited = f"Unedited {number(float(rows['base_value'].iloc[0]))}"
-        caption = "; ".join(filter(None, (unedited, direction(rows), f"{int(rows['n_documents'].max()):,} documents")))
-        drawn = evaluation_figure(rows.drop(columns="score"))
-        figures.append(pieces.plot(drawn, f"{key}-score{place}", str(score), f"{caption}.", switched=False))
-    cells = {(row["edit"], row["score"]): row for row in table.to_dict("records")}
-    edits = [edit for edit in table["edit"].unique() if edit != "none"]
-    entries = [[str(edit), *(_score_entry(cells.get((edit, score))) for score in scores)] for edit in edits]
-    bases = [number(float(table.loc[table["score"] == score, "base_value"].iloc[0])) for score in scores]
-    caption = "Change of each score against the unedited model, with 95 % intervals over documents."
-    return [
-        f"<p>{pieces.text(TASK_WORDS)}</p>",
-        f'<div class="figures">{"".join(figures)}</div>',
-        pieces.grid(caption, ["edit", *map(str, scores)], [["unedited", *bases], *entries]),
-    ]
-
-
-def _score_entry(row: dict[Hashable, Any] | None) -> str:
-    if row is None:
-        return "not measured"
-    change = interval(row["change"], row["change_low"], row["change_high"], signed=True).replace(" [", "\n[")
-    notes = {"nonfinite": f"{row['n_nonfinite']:,} not finite", "no_effect": "no answer changed"}
-    return f"{change}\n{notes[row['status']]}" if row["status"] in notes else change
 
 
 def plain_section(table: pd.DataFrame, key: str) -> list[str]:

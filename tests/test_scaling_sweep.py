@@ -19,9 +19,9 @@ from lens_geometry.data import tokenize
 from lens_geometry.edits import remove_diagonal, scale
 from lens_geometry.errors import DataError, HookError, ModelError, ResultError, SiteError
 from lens_geometry.experiments import scaling_sweep
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.metrics import sequence_losses, token_losses
 from lens_geometry.runner import check_effect
+from lens_geometry.sites import choose_layers
 
 SMALL = {"parallel": (0.0,), "perpendicular": (0.0,), "control_scales": (0.5,), "progress": False}
 
@@ -287,13 +287,13 @@ def test_settings_that_make_no_sense_are_refused(changes, error, words):
 
 
 def test_layer_sets_are_read_as_written():
-    assert parse_layers("all", 5) == (0, 1, 2, 3, 4)
-    assert parse_layers("1-", 5) == (1, 2, 3, 4)
-    assert parse_layers("0,3-4", 5) == (0, 3, 4)
-    assert parse_layers("2", 5) == (2,)
+    assert choose_layers("all", 5) == (0, 1, 2, 3, 4)
+    assert choose_layers("1-", 5) == (1, 2, 3, 4)
+    assert choose_layers("0,3-4", 5) == (0, 3, 4)
+    assert choose_layers("2", 5) == (2,)
     for wrong in ("", "-1", "a", "1-9", "3-1"):
         with pytest.raises(SiteError):
-            parse_layers(wrong, 5)
+            choose_layers(wrong, 5)
 
 
 def test_token_losses_are_cross_entropies_in_float32_at_least():

@@ -15,7 +15,7 @@ Visit = Callable[[Site, int, Tensor, Tensor], None]
 
 
 def observe(
-    model: Any, sites: Sequence[str], visit: Visit, *, layers: int | slice | Iterable[int] | None = None
+    model: Any, sites: Sequence[str], visit: Visit, *, layers: int | str | slice | Iterable[int] | None = None
 ) -> Hooks:
     """Hooks that call `visit(site, layer, update, reference)` as soon as a site's vectors exist.
 

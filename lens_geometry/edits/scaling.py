@@ -31,7 +31,7 @@ def scale(
     *,
     parallel: Scale = 1.0,
     perpendicular: Scale = 1.0,
-    layers: int | slice | Iterable[int] | None = None,
+    layers: int | str | slice | Iterable[int] | None = None,
     heads: int | slice | Iterable[int] | None = None,
     positions: int | slice | Iterable[int] | Bool[Tensor, "batch pos"] | None = None,
     grouping: Grouping = "each",
@@ -52,9 +52,9 @@ def scale(
             [layer, head], [layer, batch, pos] or [layer, batch, pos, head], with size 1 where it is the
             same for all; or a callable of the layer's input (hook_resid_pre, [batch, pos, d_model]) that
             returns [batch, pos] or [batch, pos, head].
-        layers, heads, positions: which ones are edited; None is all. Heads are query heads, or KV
-            groups with `grouping="kv_group"`; inside the MLP they are slices of the carrier, as everywhere below.
-            Positions may be a mask [batch, pos].
+        layers, heads, positions: which ones are edited; None is all. Layers may be text ("1-", "4-11"). Heads are
+            query heads, or KV groups with `grouping="kv_group"`; inside the MLP they are slices of the carrier, as
+            everywhere below. Positions may be a mask [batch, pos].
         grouping: which value-space vector is decomposed: "each" head, "kv_group" or "merged".
         control: a comparison in the edit's place. "random_reference" and "shuffled_reference" (that of
             an earlier token) scale along the wrong direction; "isotropic" makes a change of the same norm in

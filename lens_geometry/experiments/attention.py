@@ -20,10 +20,9 @@ from lens_geometry.anatomy import at_rest, inspect
 from lens_geometry.data import Tokens
 from lens_geometry.edits import DiagonalSite, Hooks, applied, diagonal, observe_diagonal
 from lens_geometry.errors import DataError
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.results import Result
 from lens_geometry.runner import RunSettings, prepare, provenance
-from lens_geometry.sites import HOOKS, Grouping
+from lens_geometry.sites import HOOKS, Grouping, choose_layers
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def attention_maps(model: Any, data: Any, settings: AttentionSettings | None = N
     """
     settings, started = replace(settings or AttentionSettings(), **changes), time.monotonic()
     tokens = _one_sequence(model, data, settings)
-    layers = parse_layers(settings.layers, inspect(model).n_layers)
+    layers = choose_layers(settings.layers, inspect(model).n_layers)
     ids = tokens.ids.to(next(model.parameters()).device)
     edit: dict[str, Any] = {"parallel": settings.parallel, "layers": layers, "grouping": settings.grouping}
     hooks = diagonal(model, settings.site, **edit)

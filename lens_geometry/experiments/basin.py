@@ -22,7 +22,6 @@ from lens_geometry.edits import scale
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.changes import NO_CHANGE, Change, change, check_positive, identity_of_losses
 from lens_geometry.experiments.profile import available_sites
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.experiments.search import Line, edge, search
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.results import Result
@@ -35,7 +34,7 @@ from lens_geometry.runner import (
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import SITES, Grouping
+from lens_geometry.sites import SITES, Grouping, choose_layers
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _targets(model: Any, sites: Iterable[str], settings: BasinSettings) -> Itera
         raise SiteError(f"no site among {', '.join(sites)} has heads", cure="choose 'value' or 'value_excl_self'")
     for text in settings.layers:
         single = isinstance(text, str) and text.strip() == "each"
-        layers = tuple(range(anatomy.n_layers)) if single else parse_layers(text, anatomy.n_layers)
+        layers = tuple(range(anatomy.n_layers)) if single else choose_layers(text, anatomy.n_layers)
         for site in sites:
             if by_head and SITES[site].has_heads:
                 for layer in layers:

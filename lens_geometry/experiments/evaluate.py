@@ -22,9 +22,9 @@ from lens_geometry.edits import Batch, Hooks, scale
 from lens_geometry.errors import DataError, HookError, ModelError
 from lens_geometry.experiments.paired_scores import Run, paired_rows, remarks
 from lens_geometry.experiments.profile import available_sites
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.results import Result, jsonable, versions
 from lens_geometry.runner import at_least, model_warnings
+from lens_geometry.sites import choose_layers
 from lens_geometry.text_requests import LENGTHS
 
 Edit = Hooks | Callable[[Batch], Hooks]
@@ -150,7 +150,7 @@ def scaling_edits(
     found, left_out = available_sites(model, tuple(sites), editing=True)
     for warning in left_out:
         warnings.warn(warning, stacklevel=2)
-    chosen = parse_layers(layers, inspect(model).n_layers)
+    chosen = choose_layers(layers, inspect(model).n_layers)
     edits: dict[str, Callable[[Batch], Hooks]] = {}
     for site in found:
         for component, scales in (("parallel", parallel), ("perpendicular", perpendicular)):

@@ -19,10 +19,9 @@ from lens_geometry.errors import DataError
 from lens_geometry.experiments.decoding import Run, Scores, Unedited, batch_rows, decode, score, unedited
 from lens_geometry.experiments.profile import PROFILED, available_sites
 from lens_geometry.experiments.prompts import prompt_batches, prompt_tokens, split_text
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.results import Result
 from lens_geometry.runner import RunSettings, at_least, bar, check_effect, provenance
-from lens_geometry.sites import HOOKS, SITES
+from lens_geometry.sites import HOOKS, SITES, choose_layers
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def continuations(
     settings, started = replace(settings or GenerationSettings(), **changes), time.monotonic()
     tokens = prompt_tokens(model, prompts, settings, settings.max_new_tokens)
     sites, remarks = available_sites(model, settings.sites, editing=True)
-    layers = parse_layers(settings.layers, inspect(model).n_layers)
+    layers = choose_layers(settings.layers, inspect(model).n_layers)
     edits = [_Edit(s, float(p), w) for s in sites for p in settings.parallel for w in settings.when]
     for target in {SITES[site].target for site in sites}:
         check_effect(model, HOOKS[target].format(layers[0]))

@@ -26,7 +26,6 @@ from lens_geometry.edits import Batch, Hooks, scale
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.columns import loss_columns, status_counts
 from lens_geometry.experiments.profile import available_sites
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.metrics import SequenceLosses, scored_losses, token_losses
 from lens_geometry.results import Result
 from lens_geometry.runner import (
@@ -40,7 +39,7 @@ from lens_geometry.runner import (
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import SITES, Grouping
+from lens_geometry.sites import SITES, Grouping, choose_layers
 from lens_geometry.stats import resampled_interval
 
 METHODS = ("exact", "first_order")
@@ -119,7 +118,7 @@ def head_sweep(
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites, editing=True)
     anatomy = inspect(model)
-    layers = parse_layers(settings.layers, anatomy.n_layers)
+    layers = choose_layers(settings.layers, anatomy.n_layers)
     places = [
         _Heads(site, grouping, layer, tuple(range(groups)) if groups > 1 else ())
         for site in sites

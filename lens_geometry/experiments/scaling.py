@@ -64,6 +64,13 @@ class ScalingSettings(RunSettings):
     control_scales: tuple[float, ...] = (0.0, 0.5)
     skip_position_0: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in self.layers:
+            if not isinstance(text, str):
+                cure = 'write it as text: "all", "4", "1-", "4-11" or "0,3,6"'
+                raise SiteError(f"{text!r} names no layer set", cure=cure)
+
 
 @dataclass(frozen=True)
 class _Cell:
@@ -122,7 +129,7 @@ def scaling_sweep(
     settings, started = replace(settings or ScalingSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites, editing=True)
-    layer_sets = {text: parse_layers(text, inspect(model).n_layers) for text in settings.layers}
+    layer_sets = {text: choose_layers(text, inspect(model).n_layers) for text in settings.layers}
     possible, without = _removable(model, settings, sites, layer_sets)
     left_out += without
     cells = list(dict.fromkeys(_cells(possible, sites)))
@@ -181,25 +188,6 @@ def scaling_sweep(
     )
     meta["warnings"] += left_out
     return Result("scaling_sweep", table, meta)
-
-
-def parse_layers(text: str, n_layers: int) -> tuple[int, ...]:
-    """Layer numbers from "all", "4", "1-", "4-11", "0,3,6" or a mixture such as "0,4-7".
-
-    Raises SiteError for anything else and for layers that do not exist.
-    """
-    if not isinstance(text, str):
-        raise SiteError(f"{text!r} names no layer set", cure='write it as text: "all", "4", "1-", "4-11" or "0,3,6"')
-    if text.strip() == "all":
-        return tuple(range(n_layers))
-    chosen: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise SiteError(f"{text!r} names no layers", cure='write "all", "4", "1-", "4-11" or "0,3,6"')
-        end = int(last) if last else (n_layers - 1 if dash else int(first))
-        chosen += range(int(first), end + 1)
-    return choose_layers(chosen, n_layers)
 
 
 def _cells(settings: ScalingSettings, sites: tuple[str, ...]) -> Iterator[_Cell]:

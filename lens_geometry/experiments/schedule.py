@@ -34,12 +34,11 @@ from lens_geometry.experiments.paths import (
     uniform,
 )
 from lens_geometry.experiments.profile import available_sites
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.experiments.search import Line, edge, search
 from lens_geometry.experiments.strength import branch_hook
 from lens_geometry.results import Result
 from lens_geometry.runner import RunSettings, at_least, check_effects, prepare, provenance
-from lens_geometry.sites import SITES, Grouping
+from lens_geometry.sites import SITES, Grouping, choose_layers
 
 HALVES = ("search", "held_out")
 
@@ -119,7 +118,7 @@ def schedule(
             cure="give more text, or shorter or more sequences (max_sequences of 4 or more)",
         )
     sites, left_out = available_sites(model, settings.sites, editing=True)
-    layers = parse_layers(settings.layers, inspect(model).n_layers)
+    layers = choose_layers(settings.layers, inspect(model).n_layers)
     check_effects(model, sites, layers[:1])
     about = identity_of_losses(model, tokens, settings)
     halves = {

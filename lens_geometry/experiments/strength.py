@@ -26,7 +26,6 @@ from lens_geometry.edits import Batch, Hooks, scale
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.columns import loss_columns, status_counts
 from lens_geometry.experiments.profile import available_sites
-from lens_geometry.experiments.scaling import parse_layers
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.results import Result
 from lens_geometry.runner import (
@@ -40,7 +39,7 @@ from lens_geometry.runner import (
     provenance,
     run_conditions,
 )
-from lens_geometry.sites import HOOKS, SITES, Grouping, Site, token_mask
+from lens_geometry.sites import HOOKS, SITES, Grouping, Site, choose_layers, token_mask
 from lens_geometry.stats import bootstrap_interval
 
 STRENGTHS = ("change_over_branch", "change_energy", "norm_ratio")
@@ -108,7 +107,7 @@ def applied_strength(
     settings, started = replace(settings or StrengthSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     sites, left_out = available_sites(model, settings.sites, editing=True)
-    layers = parse_layers(settings.layers, inspect(model).n_layers)
+    layers = choose_layers(settings.layers, inspect(model).n_layers)
     edits = [
         _Edit(site, component, number)
         for site in sites
