@@ -84,7 +84,7 @@ def strength(directory: Path) -> None:
         numbers += [f"{whole['loss_per_strength']:.2f}", f"{alone['loss_change'].median():+.4f}"]
         numbers += [f"{dearest['loss_change']:+.3f} (layer {dearest['layer']})"]
         rows.append([f"`{site}`, {component} part removed", ratio, *numbers])
-    names = ["edit", "|y' - y| / |y| (layers)", "its square", "|y'| / |y|", "all layers: change of loss"]
+    names = ["edit", "change over branch (range of layers)", "its square", "norm ratio", "all layers: change of loss"]
     show([*names, "loss per strength", "one layer, median", "one layer, dearest"], rows)
 
 
