@@ -79,7 +79,8 @@ def controls_figure(
     require(rows, "", f"sweep at {SCALES[component]} = {scale:g}")
     names, labels = ["none", *_controls(rows)], list(rows["label"].unique())
     title = f"{UNITS[quantity]} at {SCALES[component]} = {scale:g}"
-    drawn = panels([title], 1, height=72 * len(labels) + 40)
+    drawn = panels([title], 1, height=max(72, 15 * len(names)) * len(labels) + 40)
+    apart = min(0.15, 0.75 / len(names))  # of the room that a site has
     for step, name in enumerate(names):
         words, _, marker = ("the edit", "", "circle") if name == "none" else control(name)
         chosen = rows[rows["control"] == name]
@@ -87,7 +88,7 @@ def controls_figure(
         colours = [style(site)[0] for site in chosen["site"]]
         symbols = np.where(points["lost"] | points["y"].isna(), "x-thin", marker)
         dots = go.Scatter(x=points["y"].fillna(axis.top), mode="markers", customdata=points["real"])
-        dots.y = [labels.index(label) + 0.15 * (step - (len(names) - 1) / 2) for label in chosen["label"]]
+        dots.y = [labels.index(label) + apart * (step - (len(names) - 1) / 2) for label in chosen["label"]]
         dots.update(text=points["hover"], hovertemplate="%{text}<extra></extra>", showlegend=False)
         edges = {"color": colours, "width": 1.6}
         dots.update(marker={"symbol": symbols, "color": colours, "size": 9, "line": edges})

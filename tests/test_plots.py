@@ -14,6 +14,7 @@ import tables
 
 from lens_geometry import axes, plots
 from lens_geometry.errors import ResultError
+from lens_geometry.sweep_plots import CONTROLS
 
 
 def lines(figure: go.Figure, site: str, role: str = "edit") -> list[Any]:
@@ -287,3 +288,14 @@ def test_continuations_stand_side_by_side_and_markup_in_them_stays_text() -> Non
     for name in ("continuations", "generation_profile"):
         with pytest.raises(ResultError, match="lacks the column"):
             plots.figure(name, pd.DataFrame({"site": []}), {})
+
+
+def test_many_controls_stay_within_their_sites_row():
+    controls = {name: 1.0 + place / 10 for place, name in enumerate(CONTROLS)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "CONTROLS", controls)
+        drawn = plots.controls_figure(tables.sweep_table(controls=tuple(controls)), "parallel", 0.0)
+    dots = [trace for trace in drawn.data if trace.meta["role"] != "key"]
+    assert len(dots) == 1 + len(CONTROLS) > 6
+    for trace in dots:
+        assert all(abs(y - round(y)) < 0.4 for y in trace.y)
