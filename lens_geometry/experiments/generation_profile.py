@@ -95,10 +95,10 @@ class _Seen:
         self.passes.setdefault((site.name, layer), []).append(kinds.numpy())
 
     def by_prompt(self, site: str, layer: int, base: Unedited) -> NDArray[np.float64]:
-        """[kind, metric, step, prompt], the prompts in their order."""
+        """[kind, metric, step, prompt], the prompts in the order of the runs."""
         passes = iter(self.passes[site, layer])
         blocks = [np.stack([next(passes) for _ in run.lengths], 2) for run in base.runs]
-        return np.concatenate(blocks, -1)[..., np.argsort([row for run in base.runs for row in run.rows])]
+        return np.concatenate(blocks, -1)
 
 
 def _profile_rows(
