@@ -94,6 +94,17 @@ def test_the_one_sided_end_is_that_of_the_normal_approximation_for_many_sequence
     assert one.low == pytest.approx(one.value - 1.96 * error, abs=0.15 * error)
 
 
+def test_a_change_of_the_losses_that_are_left_is_under_no_bound():
+    base = SequenceLosses(np.array([9.0, 12.0]), np.array([3, 4]), np.array([0, 0]))
+    lost = SequenceLosses(np.array([6.0, 12.0]), np.array([3, 4]), np.array([1, 0]))  # one of the three is gone
+    one = change(lost, base, seed=0)
+    assert one.value == 0.0
+    assert (one.status, one.n_nonfinite) == ("nonfinite", 1)
+    assert not one.under(1.0)
+    assert not one.surely_under(1.0)
+    assert change(base, lost, seed=0).status == "nonfinite"
+
+
 @pytest.mark.parametrize(("name", "backend"), zoo.cases(exclude=zoo.NOT_ADDITIVE))
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_every_model_has_basins_at_the_sites_it_can_be_edited_at(name, backend):
