@@ -238,6 +238,16 @@ def test_a_schedule_that_is_started_again_ends_with_the_same_table(tmp_path):
     pd.testing.assert_frame_equal(wider, schedule(model, ids, **{**GIVEN, "budget": 0.4}).table, check_exact=True)
 
 
+def test_layers_are_not_lowered_to_where_their_losses_are_not_finite():
+    model = zoo.build("llama_gqa", dtype=torch.float16)
+    with pytest.warns(UserWarning, match="4 of its conditions gave losses that are not finite"):
+        result = schedule(model, zoo.tokens(4, 10), sites=("mlp",), scales=(0.9, -1e7), budget=50.0,
+                          random_orders=0, **QUIET)  # fmt: skip
+    assert (of_kind(result, "single", scale=-1e7)["status"] == "nonfinite").all()
+    assert set(of_kind(result, "path")["scale"]) == {0.9}
+    assert set(of_kind(result, "layer", variant="greedy")["scale"]) == {0.9}
+
+
 def test_only_the_chosen_layers_are_lowered(tmp_path):
     result = schedule(zoo.build("neox"), zoo.tokens(6, 10), layers="1-2", skip_position_0=True, **GIVEN)
     assert set(result.table["layer"].dropna()) == {1, 2}

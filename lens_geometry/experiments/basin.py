@@ -171,6 +171,9 @@ def basin(
     if idle:
         where = ", ".join(f"{row['site']} ({row['layers']})" for row in idle[:5])
         left_out.append(f"{len(idle)} basins have no edge, since no scale changed a loss by a bit: {where}")
+    lost = sum(row["status"] == "nonfinite" for row in evaluations)
+    if lost:
+        left_out.append(f"{lost} of the scales that were tried gave losses that are not finite, and count as outside")
     for warning in left_out:
         warnings.warn(warning, stacklevel=2)
     meta = provenance(
@@ -183,7 +186,7 @@ def basin(
         counts={
             "basins": len(basins),
             "evaluations": len(evaluations),
-            "nonfinite_evaluations": sum(row["status"] == "nonfinite" for row in evaluations),
+            "nonfinite_evaluations": lost,
             "no_effect_basins": len(idle),
         },
     )

@@ -253,6 +253,9 @@ def _walk(site: str, path: list[Step], searched: JointEdits, budget: float) -> d
 def _remarks(site: str, rows: list[dict[str, Any]]) -> list[str]:
     """What about one site's schedule a reader must know."""
     found = []
+    lost = sum(row["status"] == "nonfinite" for row in rows if row["kind"] in ("single", "comparison"))
+    if lost:
+        found.append(f"site {site}: {lost} of its conditions gave losses that are not finite; see their status")
     totals = {row["variant"]: row["strength"] for row in rows if row["kind"] == "comparison"}
     if not totals["greedy"]:
         found.append(f"site {site}: no step of the greedy path fits the budget, so nothing is scaled")
