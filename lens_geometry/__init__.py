@@ -95,3 +95,8 @@ __all__ = [
     "validate",
     "write_report",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names only: the modules they come from are not the interface."""
+    return __all__
