@@ -249,6 +249,12 @@ def hook_points(model: Any) -> Mapping[str, Any]:
     return dict(points)
 
 
+def carried_hooks(model: Any) -> list[str]:
+    """Names of the hook points that somebody left hooks on."""
+    points = {id(point): point for point in hook_points(model).values()}
+    return sorted(str(point.name) for point in points.values() if point.fwd_hooks)
+
+
 def probe_tokens(model: Any, batch: int = 2, length: int = 6) -> Int[Tensor, "batch pos"]:
     """A few fixed token ids that every vocabulary has, on the model's device."""
     device = next(model.parameters()).device

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_geometry.anatomy import alone, at_rest, attached, hook_points, inspect, probe_tokens
+from lens_geometry.anatomy import alone, at_rest, attached, carried_hooks, hook_points, inspect, probe_tokens
 from lens_geometry.data import Tokens
 from lens_geometry.edits import Hooks
 from lens_geometry.sites import HOOKS
@@ -108,7 +108,8 @@ class Streams:
     """The unedited model's stream before some layers, kept on the CPU while conditions are run.
 
     Every layer that a condition starts at is kept, or as many of them, evenly spread, as `most_bytes` hold; none
-    where the model does not repeat a pass from a stored stream to the last bit.
+    where the model does not repeat a pass from a stored stream to the last bit, or carries hooks of its own, which
+    would act on a stored stream a second time.
     """
 
     def __init__(self, model: Any, tokens: Tokens, layers: Sequence[int], *, most_bytes: float = 2e9) -> None:
@@ -117,7 +118,7 @@ class Streams:
         anatomy = inspect(model)
         shape = (*tokens.ids.shape, anatomy.d_model)
         room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
-        if wanted and room and can_start_inside(model):
+        if wanted and room and not carried_hooks(model) and can_start_inside(model):
             step = -(-len(wanted) // room)
             self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lens_geometry import models
-from lens_geometry.anatomy import at_rest, attached, hook_points, inspect, probe_tokens
+from lens_geometry.anatomy import at_rest, attached, carried_hooks, inspect, probe_tokens
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits import Batch, Hooks, applied
 from lens_geometry.errors import DataError, HookError, ModelError
@@ -98,8 +98,7 @@ def prepare(model: Any, data: Any, settings: RunSettings) -> Tokens:
 
 def model_warnings(model: Any) -> list[str]:
     """What about the model makes its numbers those of another: processed weights, hooks that somebody left on."""
-    points = {id(point): point for point in hook_points(model).values()}
-    left = sorted(str(point.name) for point in points.values() if point.fwd_hooks)
+    left = carried_hooks(model)
     found = models.processing_warnings(model)
     if left:
         found.append(f"the model carries hooks of its own, which were active: {', '.join(left)}")

@@ -89,3 +89,15 @@ def test_where_not_every_stream_can_be_kept_an_earlier_one_serves():
     assert [*few.kept] == [1, 3]
     assert [few.nearest(layer) for layer in range(4)] == [0, 1, 1, 3]
     assert not Streams(model, tokens, [3], most_bytes=size - 1).kept
+
+
+def test_a_hook_that_the_user_left_on_the_model_acts_once():
+    model = zoo.build("llama_gqa", fresh=True)
+    tokens, settings = tokenize(model, zoo.tokens(3, 9)), RunSettings(progress=False)
+
+    def losses(first_layer):
+        cut = [Condition("edit", lambda batch: scale(model, "value", parallel=0.0, layers=2), first_layer=first_layer)]
+        return run_conditions(model, tokens, cut, settings)["edit"].sums
+
+    model.hook_dict["blocks.2.hook_resid_pre"].add_hook(lambda tensor, hook: 1.5 * tensor)
+    assert np.array_equal(losses(2), losses(0))
