@@ -304,14 +304,24 @@ def alone(points: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def at_rest(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients, the model's mode and the random state restored afterwards."""
+    """Evaluation mode without gradients, the model's mode and the random state restored afterwards.
+
+    HookedTransformer takes a first token that is its padding token for padding when its tokenizer pads on the left; the
+    tokenizer pads on the right meanwhile.
+    """
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    side = getattr(tokenizer, "padding_side", None)
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         model.eval()
         try:
+            if side is not None:
+                tokenizer.padding_side = "right"
             yield
         finally:
+            if side is not None:
+                tokenizer.padding_side = side
             for module, training in modes:
                 module.training = training
 

@@ -39,6 +39,7 @@ def starting_at(model: Any, layer: int) -> Iterator[Shortcut]:
     The ids that are passed still give the lengths, positions and losses. Hooks of the layers before do not fire.
     """
     shortcut, blocks = Shortcut(layer), [model.blocks[i] for i in range(layer)]
+    own = [block.__dict__.get("forward") for block in blocks]  # somebody may have put one there
     as_tuple = bool(blocks) and _returns_tuple(model)
 
     def step_over(last: bool) -> Any:
@@ -56,8 +57,10 @@ def starting_at(model: Any, layer: int) -> Iterator[Shortcut]:
             object.__setattr__(block, "forward", step_over(block is blocks[-1]))
         yield shortcut
     finally:
-        for block in blocks:
+        for block, before in zip(blocks, own, strict=True):
             block.__dict__.pop("forward", None)
+            if before is not None:
+                object.__setattr__(block, "forward", before)
 
 
 _tuples: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -104,6 +107,11 @@ def _try(model: Any) -> bool:
     return True
 
 
+def _is_hooked(model: Any) -> bool:
+    """Whether somebody else's hooks are on the model: at its hook points, or PyTorch's own on its blocks."""
+    return bool(carried_hooks(model)) or any(b._forward_hooks or b._forward_pre_hooks for b in model.blocks)
+
+
 class Streams:
     """The unedited model's stream before some layers, kept on the CPU while conditions are run.
 
@@ -118,7 +126,7 @@ class Streams:
         anatomy = inspect(model)
         shape = (*tokens.ids.shape, anatomy.d_model)
         room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
-        if wanted and room and not carried_hooks(model) and can_start_inside(model):
+        if wanted and room and not _is_hooked(model) and can_start_inside(model):
             step = -(-len(wanted) // room)
             self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
 

@@ -187,3 +187,19 @@ def test_only_scored_tokens_count_for_both_methods():
     assert exact["base_loss"].iloc[0] == pytest.approx(first["base_loss"].iloc[0], rel=1e-6)
     singles = (part[part["kind"] == "single"]["loss_change"].to_numpy() for part in (exact, first))
     np.testing.assert_allclose(*singles, atol=3e-3, rtol=0.3)
+
+
+@pytest.mark.skipif(zoo.MAJOR > 3, reason="HookedTransformer is in TransformerLens 3")
+def test_a_first_token_that_is_the_padding_token_is_no_padding():
+    from lens_geometry.experiments import profile
+
+    model = zoo.build("gpt2", "hooked", tokenizer=True, fresh=True)
+    ids = zoo.tokens(2, 9)
+    ids[:, 0] = 0
+    found = []
+    for side in ("right", "left"):
+        model.tokenizer.pad_token, model.tokenizer.padding_side = "<bos>", side
+        found.append(head_sweep(model, ids, layers="1", method="exact", **QUIET).table["base_loss"].iloc[0])
+        assert model.tokenizer.padding_side == side
+        profile(model, ids, sites=("mlp",), **QUIET)
+    assert found[0] == found[1]

@@ -101,3 +101,22 @@ def test_a_hook_that_the_user_left_on_the_model_acts_once():
 
     model.hook_dict["blocks.2.hook_resid_pre"].add_hook(lambda tensor, hook: 1.5 * tensor)
     assert np.array_equal(losses(2), losses(0))
+
+
+def test_a_plain_hook_and_a_forward_of_ones_own_on_a_block_are_respected():
+    model = zoo.build("llama_gqa", fresh=True)
+    tokens, settings = tokenize(model, zoo.tokens(3, 9)), RunSettings(progress=False)
+
+    def losses(first_layer):
+        cut = [Condition("edit", lambda batch: scale(model, "value", parallel=0.0, layers=2), first_layer=first_layer)]
+        return run_conditions(model, tokens, cut, settings)["edit"].sums
+
+    before = losses(0)
+    mine = model.blocks[0].forward
+    object.__setattr__(model.blocks[0], "forward", mine)
+    assert np.array_equal(losses(2), before)
+    assert model.blocks[0].__dict__["forward"] is mine
+    handle = model.blocks[1].register_forward_hook(lambda module, args, out: 1.5 * out)
+    assert np.array_equal(losses(2), losses(0))
+    assert not np.allclose(losses(2), before, atol=1e-3)
+    handle.remove()

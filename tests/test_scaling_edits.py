@@ -427,3 +427,35 @@ def test_half_of_an_edit_is_refused():
     hooks = [(name, fn) for name, fn in scale(model, "value_excl_self", parallel=0.0) if "hook_v" not in name]
     with pytest.raises(HookError, match="add the whole list"):
         logits(model, zoo.tokens(), hooks)
+
+
+def test_gain_and_resid_look_at_every_layer_that_is_edited():
+    model, ids = zoo.build("llama_gqa"), zoo.tokens()
+    by_layer = torch.tensor([1.0, 0.5, 0.5, 0.5])
+    expected = logits(model, ids, scale(model, "attn", parallel=0.5, layers=[1, 2, 3], control="gain"))
+    found = logits(model, ids, scale(model, "attn", parallel=by_layer, layers=[1, 2, 3], control="gain"))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, logits(model, ids))
+    with pytest.raises(GeometryError, match="one number"):
+        scale(model, "attn", parallel=by_layer, perpendicular=by_layer, control="gain")
+    with pytest.raises(SiteError, match="no perpendicular part"):
+        scale(model, "resid", perpendicular=by_layer)
+
+
+def test_the_matched_control_is_as_strong_as_the_edit_in_a_padded_slice_too():
+    model, ids = zoo.build("llama_gqa", d_mlp=100), zoo.tokens()
+    name = "blocks.1.mlp.hook_post"
+
+    def change(**edit):
+        kept = []
+        with torch.no_grad():
+            keep = (name, lambda tensor, hook: kept.append(tensor.clone()))
+            hooks = scale(model, "mlp_carrier", parallel=0.0, layers=1, **edit)
+            model.run_with_hooks(ids, return_type=None, fwd_hooks=[keep, *hooks, keep])
+        return (kept[1] - kept[0]).double()
+
+    edit, control = change(), change(control="matched_random_reference")
+    for part in (slice(0, 48), slice(48, 96), slice(96, 100)):
+        sizes = [x[..., part].norm(dim=-1) for x in (edit, control)]
+        torch.testing.assert_close(*sizes, rtol=1e-3, atol=1e-6)
+    assert not torch.allclose(edit, control, atol=1e-3)

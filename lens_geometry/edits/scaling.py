@@ -83,12 +83,12 @@ def scale(
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
     check_when(when, batch, site)
-    if control == "gain" and not (_is_one(parallel) or _is_one(perpendicular)):
+    if control == "gain" and not all(_is_one(parallel, i) or _is_one(perpendicular, i) for i in chosen):
         raise GeometryError(
             "the gain control scales the whole update by one number",
             cure="leave parallel or perpendicular at 1",
         )
-    if site == "resid" and not _is_one(perpendicular):
+    if site == "resid" and not all(_is_one(perpendicular, i) for i in chosen):
         raise SiteError(
             "the stream is its own reference and has no perpendicular part",
             where="site resid",
@@ -199,16 +199,21 @@ class LayerEdit:
         parallel = self._scale(self.parallel, update, acts)
         perpendicular = self._scale(self.perpendicular, update, acts)
         if self.control == "gain":
-            gain = perpendicular if _is_one(self.parallel) else parallel
+            gain = perpendicular if _is_one(self.parallel, self.layer) else parallel
             return component_change(update, update, gain)
         if self.control == "random_reference":
             reference = normal_noise(update, self.batch, self.seed, self.layer)
         elif self.control == "shuffled_reference":
             reference = earlier_tokens(reference, self.batch, self.seed, self.layer)
-        elif self.control == "matched_random_reference":
-            noise = normal_noise(update, self.batch, self.seed, self.layer)
-            reference = matched_direction(update, reference, noise)
         change = component_change(update, reference, parallel, perpendicular)
+        if self.control == "matched_random_reference":
+            noise = self._inside(normal_noise(update, self.batch, self.seed, self.layer))
+            control = component_change(update, matched_direction(update, reference, noise), parallel, perpendicular)
+            if not self.site.padded:
+                return control
+            # the reference has a part in the padding, which the edit drops: equal strength is that of what is left
+            size, whole = (self._inside(x).norm(dim=-1, keepdim=True) for x in (change, control))
+            return control * torch.where(whole > 0, size / whole, 0.0)
         if self.control == "isotropic":
             direction = self._inside(normal_noise(change, self.batch, self.seed, self.layer))
             change = self._inside(change)

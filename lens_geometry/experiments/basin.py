@@ -72,6 +72,10 @@ class BasinSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, beyond=0)
+        if isinstance(self.layers, str):
+            raise DataError(
+                f"layers is the text {self.layers!r}", cure=f"give a tuple of layer sets: ({self.layers!r},)"
+            )
         check_positive(self, "bound", "step", "tolerance")
         if self.tolerance < 1e-6 or self.tolerance > self.step:
             raise DataError(f"tolerance is {self.tolerance!r}", cure="give one from 1e-6 to the coarse step")

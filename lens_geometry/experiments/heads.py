@@ -185,7 +185,8 @@ def _a_head_per_copy(number: float, heads: tuple[int, ...], n_heads: int) -> Cal
 
     def scales(stream: Tensor) -> Tensor:
         per_copy = len(stream) // len(heads)
-        found = torch.ones(*stream.shape[:2], n_heads, device=stream.device)
+        working = torch.promote_types(stream.dtype, torch.float32)
+        found = torch.ones(*stream.shape[:2], n_heads, device=stream.device, dtype=working)
         for copy, head in enumerate(heads):
             found[copy * per_copy : (copy + 1) * per_copy, :, head] = number
         return found

@@ -66,6 +66,10 @@ class ScalingSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.layers, str):
+            raise DataError(
+                f"layers is the text {self.layers!r}", cure=f"give a tuple of layer sets: ({self.layers!r},)"
+            )
         for text in self.layers:
             if not isinstance(text, str):
                 cure = 'write it as text: "all", "4", "1-", "4-11" or "0,3,6"'
