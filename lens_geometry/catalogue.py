@@ -57,7 +57,8 @@ def known_models(*, timeout: float = 3.0) -> pd.DataFrame:
                 f"converted from {marker['source']}",
             )
     hub = importlib.import_module("huggingface_hub")
-    with contextlib.suppress(hub.errors.CacheNotFound):
+    errors = importlib.import_module("huggingface_hub.errors")  # not there before it is imported
+    with contextlib.suppress(errors.CacheNotFound):
         for repo in sorted(hub.scan_cache_dir().repos, key=lambda repo: repo.repo_id):
             files = {file.file_name for revision in repo.revisions for file in revision.files}
             whole = "config.json" in files and any(file.endswith(".safetensors") for file in files)

@@ -4,12 +4,13 @@ import pytest
 import torch
 import zoo
 
-from lens_geometry.anatomy import inspect
+from lens_geometry.anatomy import attached, inspect
 from lens_geometry.edits import WHEN, Batch, applied, scale
 from lens_geometry.errors import HookError
 from lens_geometry.sites import SITES
 
 EDITED = ("attn", "mlp", "block", "value", "value_excl_self")
+SLOW = ("mlp", "block", "value")  # of the same kind as the two others
 SPECIES = ("llama_gqa", "gpt2", "gemma2", "neox", "qwen3", "opt")
 CASES = [(name, backend) for name, backend in zoo.cases() if name in SPECIES]
 NEW = 12  # with a prompt of 6: well beyond the window of 8 of gemma2
@@ -32,13 +33,13 @@ def greedy_loop(model, ids, hooks_of=lambda ids: [], n=NEW):
     """Whole sequences, one token at a time, with hooks made anew for each length; the tokens and the last logits."""
     logits = None
     for _ in range(n):
-        with torch.no_grad():
-            logits = model.run_with_hooks(ids, return_type="logits", fwd_hooks=hooks_of(ids))[:, -1]
+        with torch.no_grad(), attached(model, hooks_of(ids)):
+            logits = model(ids, return_type="logits")[:, -1]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     return ids, logits
 
 
-@pytest.mark.parametrize("site", EDITED)
+@pytest.mark.parametrize("site", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in EDITED])
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_edited_generation_gives_the_same_tokens_with_and_without_the_cache(name, backend, site):
     model, ids = zoo.build(name, backend, tokenizer=True), zoo.tokens(2, 6)

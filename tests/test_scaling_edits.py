@@ -5,7 +5,7 @@ import reference
 import torch
 import zoo
 
-from lens_geometry.anatomy import inspect
+from lens_geometry.anatomy import attached, inspect
 from lens_geometry.edits import CONTROLS, Batch, applied, scale
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import lengths
@@ -29,7 +29,7 @@ def activations(model, ids, hooks=()):
 
     names = [template.format(layer) for layer in range(4) for template in HOOKS.values()]
     wanted = [(name, keeper(name)) for name in names if name in model.hook_dict]
-    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, *wanted]):
+    with torch.no_grad(), attached(model, [*hooks, *wanted]):
         model(ids, return_type="logits")
     return kept
 

@@ -71,6 +71,8 @@ def check_when(when: str, batch: Batch | None, site: str) -> None:
     """Raise HookError for an unknown `when`, and for one that is to know a prompt of which nothing was said."""
     if when not in WHEN:
         raise HookError(f"there is no when={when!r}", cure=f"choose one of {', '.join(WHEN)}")
+    if batch is not None and not isinstance(batch, Batch):
+        raise HookError(f"batch is {batch!r}", where=f"site {site}", cure="pass batch=Batch(prompt_length=...)")
     if when != "always" and batch is None:
         raise HookError(
             f"an edit with when={when!r} has to know how long the prompt is",

@@ -113,6 +113,8 @@ def available_sites(model: Any, sites: tuple[str, ...], *, editing: bool = False
 
     Raises SiteError for an unknown site, for `resid` (its own reference), and when none is left.
     """
+    if isinstance(sites, str):
+        raise SiteError(f"sites is the text {sites!r}", cure=f"give a tuple of sites: ({sites!r},)")
     anatomy = inspect(model)
     kept, refused = [], []
     for name in dict.fromkeys(sites):

@@ -66,6 +66,10 @@ class ScalingSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("parallel", "perpendicular", "control_scales"):
+            scales = getattr(self, name)
+            if not isinstance(scales, tuple | list) or not all(isinstance(s, float | int) for s in scales):
+                raise DataError(f"{name} is {scales!r}", cure=f"give a tuple of numbers, such as {name}=(0.0, 0.5)")
         if isinstance(self.layers, str):
             raise DataError(
                 f"layers is the text {self.layers!r}", cure=f"give a tuple of layer sets: ({self.layers!r},)"
