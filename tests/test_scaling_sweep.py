@@ -279,6 +279,10 @@ def test_a_hook_that_is_shown_but_not_used_is_refused():
         ({"controls": ("noise",)}, SiteError, "no control"),
         ({"parallel": (), "perpendicular": ()}, DataError, "grid is empty"),
         ({"grouping": "pairs"}, SiteError, "grouping"),
+        ({"parallel": 0.0}, DataError, "tuple of numbers"),
+        ({"parallel": ("abc",)}, DataError, "tuple of numbers"),
+        ({"sites": "attn"}, SiteError, "tuple of sites"),
+        ({"layers": "13"}, DataError, "tuple of layer sets"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, error, words):
