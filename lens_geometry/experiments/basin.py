@@ -21,6 +21,7 @@ from lens_geometry.anatomy import inspect, n_groups
 from lens_geometry.edits import scale
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.changes import NO_CHANGE, Change, change, check_positive, identity_of_losses
+from lens_geometry.experiments.columns import losses_in_words
 from lens_geometry.experiments.profile import available_sites
 from lens_geometry.experiments.search import Line, edge, search
 from lens_geometry.metrics import SequenceLosses
@@ -185,8 +186,7 @@ def basin(
         tokens,
         settings,
         started=started,
-        token_mask="next-token losses of real tokens; "
-        + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
+        token_mask=losses_in_words(settings.skip_position_0),
         counts={
             "basins": len(basins),
             "evaluations": len(evaluations),

@@ -47,6 +47,12 @@ def loss_columns(
     }
 
 
+def losses_in_words(skip_position_0: bool) -> str:
+    """Which losses count and which positions are edited, as a result's meta says it."""
+    edited = "position 0 is not edited" if skip_position_0 else "every position is edited"
+    return f"next-token losses of real tokens; {edited}"
+
+
 def status_counts(table: pd.DataFrame) -> dict[str, int]:
     """How many conditions (rows) there are, and how many of them had losses that are not finite, or no effect."""
     lost, idle = ((table["status"] == status).sum() for status in ("nonfinite", "no_effect"))

@@ -24,7 +24,7 @@ from torch import Tensor
 from lens_geometry.anatomy import at_rest, attached, inspect, n_groups
 from lens_geometry.edits import Batch, Hooks, scale
 from lens_geometry.errors import DataError, SiteError
-from lens_geometry.experiments.columns import loss_columns, status_counts
+from lens_geometry.experiments.columns import loss_columns, losses_in_words, status_counts
 from lens_geometry.experiments.profile import available_sites
 from lens_geometry.metrics import SequenceLosses, scored_losses, token_losses
 from lens_geometry.results import Result
@@ -146,8 +146,7 @@ def head_sweep(
         tokens,
         settings,
         started=started,
-        token_mask="next-token losses of real tokens; "
-        + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
+        token_mask=losses_in_words(settings.skip_position_0),
         counts=status_counts(table),
     )
     meta["agreement"] = _agreement(places, losses, settings) if len(losses) == 2 else []

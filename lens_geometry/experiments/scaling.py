@@ -19,7 +19,7 @@ import pandas as pd
 from lens_geometry.anatomy import inspect
 from lens_geometry.edits import CONTROLS, Hooks, remove_diagonal, scale
 from lens_geometry.errors import DataError, HookError, SiteError
-from lens_geometry.experiments.columns import loss_columns, status_counts
+from lens_geometry.experiments.columns import loss_columns, losses_in_words, status_counts
 from lens_geometry.experiments.profile import available_sites
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.results import Result
@@ -190,8 +190,7 @@ def scaling_sweep(
         tokens,
         settings,
         started=started,
-        token_mask="next-token losses of real tokens; "
-        + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited"),
+        token_mask=losses_in_words(settings.skip_position_0),
         counts=status_counts(table),
     )
     meta["warnings"] += left_out

@@ -22,6 +22,7 @@ import pandas as pd
 from lens_geometry.anatomy import inspect
 from lens_geometry.errors import DataError
 from lens_geometry.experiments.changes import NO_CHANGE, Change, check_positive, identity_of_losses
+from lens_geometry.experiments.columns import losses_in_words
 from lens_geometry.experiments.joint import JointEdits
 from lens_geometry.experiments.paths import (
     Scales,
@@ -146,9 +147,7 @@ def schedule(
         tokens,
         settings,
         started=started,
-        token_mask="next-token losses of real tokens; "
-        + ("position 0 is not edited" if settings.skip_position_0 else "every position is edited")
-        + "; strengths without position 0",
+        token_mask=losses_in_words(settings.skip_position_0) + "; strengths without position 0",
         counts={
             "conditions": int(table["loss_change"].notna().sum()),
             "nonfinite_conditions": int((table["status"] == "nonfinite").sum()),
