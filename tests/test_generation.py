@@ -21,6 +21,7 @@ PROMPTS = ["Hello there", "Good day", "Good luck", "It was a dark night"]
 SMALL = {"max_new_tokens": 8, "progress": False}
 SPECIES = ("llama_gqa", "gpt2", "gemma2", "neox", "qwen3", "opt")
 CASES = [(name, backend) for name, backend in zoo.cases("bridge", "hooked") if name in SPECIES]
+FAST_FIRST = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in ("qwen3", "neox"))) for case in CASES]
 
 
 def row_of(table, **labels):
@@ -73,7 +74,7 @@ def test_a_continuation_is_that_of_a_plain_loop_and_its_numbers_are_counted_by_h
     assert (table.loc[table["site"] == "attn", "n_agree"] < n).any()
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES)
+@pytest.mark.parametrize(("name", "backend"), FAST_FIRST)
 def test_a_cache_changes_no_token_and_no_number(name, backend):
     model, prompts = zoo.build(name, backend, tokenizer=True), PROMPTS[1:]
     arguments = {"sites": ("attn", "value"), "parallel": (-0.5,), "when": ("always", "prompt", "new"), **SMALL}
@@ -90,7 +91,7 @@ def test_a_cache_changes_no_token_and_no_number(name, backend):
     assert (edited["status"] == "ok").all()
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES)
+@pytest.mark.parametrize(("name", "backend"), FAST_FIRST)
 def test_the_profile_over_steps_has_the_same_numbers_with_and_without_a_cache(name, backend):
     model = zoo.build(name, backend, tokenizer=True)
     sites = ("attn", "mlp", "block", "value", "value_excl_self")
