@@ -15,24 +15,32 @@ from lens_geometry.edits.diagonal import DIAGONAL_SITES, DiagonalSite, diagonal,
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
+from lens_geometry.edits.pathways import PATHWAYS, Pathway, needed_hooks
 from lens_geometry.edits.removal import remove_diagonal
+from lens_geometry.edits.repairing import clean_run, keep_activations, repair
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 
 __all__ = [
     "CONTROLS",
     "DIAGONAL_SITES",
+    "PATHWAYS",
     "WHEN",
     "Batch",
     "Control",
     "DiagonalSite",
     "HookFn",
     "Hooks",
+    "Pathway",
     "Scale",
     "When",
     "applied",
+    "clean_run",
     "diagonal",
+    "keep_activations",
+    "needed_hooks",
     "observe",
     "observe_diagonal",
     "remove_diagonal",
+    "repair",
     "scale",
 ]

@@ -263,7 +263,7 @@ class LayerEdit:
             keep[list(self.heads)] = True
             change = torch.where(keep[:, None], change, change.new_zeros(()))
         if self.positions is not None:
-            keep = _position_mask(self.positions, change, self.where)
+            keep = position_mask(self.positions, change, self.where)
             keep = keep.reshape(*keep.shape, *[1] * (change.ndim - 2))
             change = torch.where(keep, change, change.new_zeros(()))
         if places != EVERYWHERE:
@@ -314,7 +314,8 @@ def checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
     return number
 
 
-def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
+def position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
+    """Which tokens of a batch are meant. Raises HookError for a mask that does not fit and a place there is not."""
     batch, length = change.shape[:2]
     if isinstance(positions, Tensor):
         if positions.shape != (batch, length):
