@@ -20,6 +20,7 @@ from lens_geometry.experiments import (
     GenerationSettings,
     HeadSettings,
     MlpSettings,
+    PairSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -32,6 +33,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    minimal_pairs,
     mlp_sweep,
     profile,
     scaling_edits,
@@ -41,7 +43,10 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
+from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
+from lens_geometry.pair_tokens import tokenize_pairs
+from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
@@ -54,6 +59,9 @@ __all__ = [
     "HeadSettings",
     "LensGeometryError",
     "MlpSettings",
+    "Pair",
+    "PairSettings",
+    "Pairs",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
@@ -77,11 +85,15 @@ __all__ = [
     "head_sweep",
     "known_models",
     "load_model",
+    "load_pairs",
     "load_text",
     "measure",
+    "minimal_pairs",
     "mlp_sweep",
     "observe",
     "observe_diagonal",
+    "pair_accuracy",
+    "pair_margins",
     "profile",
     "remove_diagonal",
     "scale",
@@ -92,6 +104,7 @@ __all__ = [
     "site_table",
     "smallest_operator",
     "tokenize",
+    "tokenize_pairs",
     "validate",
     "write_report",
 ]
