@@ -32,6 +32,7 @@ from lens_geometry.experiments import (
     GenerationSettings,
     HeadSettings,
     MlpSettings,
+    PairSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -44,6 +45,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    minimal_pairs,
     mlp_sweep,
     profile,
     scaling_edits,
@@ -53,7 +55,10 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
+from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
+from lens_geometry.pair_tokens import tokenize_pairs
+from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
@@ -68,6 +73,9 @@ __all__ = [
     "HeadSettings",
     "LensGeometryError",
     "MlpSettings",
+    "Pair",
+    "PairSettings",
+    "Pairs",
     "Perturbation",
     "ProfileSettings",
     "Result",
@@ -92,11 +100,15 @@ __all__ = [
     "head_sweep",
     "known_models",
     "load_model",
+    "load_pairs",
     "load_text",
     "measure",
+    "minimal_pairs",
     "mlp_sweep",
     "observe",
     "observe_diagonal",
+    "pair_accuracy",
+    "pair_margins",
     "perturb",
     "profile",
     "remove_diagonal",
@@ -110,6 +122,7 @@ __all__ = [
     "site_table",
     "smallest_operator",
     "tokenize",
+    "tokenize_pairs",
     "validate",
     "write_report",
 ]
