@@ -12,10 +12,12 @@ Hooks run in list order, so an edit sees what earlier edits in the list have don
 
 from lens_geometry.edits.applied import applied
 from lens_geometry.edits.diagonal import DIAGONAL_SITES, DiagonalSite, diagonal, observe_diagonal
+from lens_geometry.edits.displacements import Displacements
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
 from lens_geometry.edits.pathways import PATHWAYS, Pathway, needed_hooks
+from lens_geometry.edits.perturbing import KINDS, PRESETS, Kind, Perturbation, Unit, perturb
 from lens_geometry.edits.removal import remove_diagonal
 from lens_geometry.edits.repairing import clean_run, keep_activations, repair
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
@@ -23,15 +25,21 @@ from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 __all__ = [
     "CONTROLS",
     "DIAGONAL_SITES",
+    "KINDS",
     "PATHWAYS",
+    "PRESETS",
     "WHEN",
     "Batch",
     "Control",
     "DiagonalSite",
+    "Displacements",
     "HookFn",
     "Hooks",
+    "Kind",
     "Pathway",
+    "Perturbation",
     "Scale",
+    "Unit",
     "When",
     "applied",
     "clean_run",
@@ -40,6 +48,7 @@ __all__ = [
     "needed_hooks",
     "observe",
     "observe_diagonal",
+    "perturb",
     "remove_diagonal",
     "repair",
     "scale",

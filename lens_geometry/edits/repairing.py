@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lens_geometry.anatomy import alone, at_rest, attached, hook_points, inspect
 from lens_geometry.edits.hooks import HookFn, Hooks
+from lens_geometry.edits.layer_edit import position_mask
 from lens_geometry.edits.pathways import WITH_HEADS, Target, needed_hooks, targets
-from lens_geometry.edits.scaling import position_mask
 from lens_geometry.errors import HookError, SiteError
 from lens_geometry.norm_anatomy import bias_of
 from lens_geometry.sites import HOOKS, choose_heads, indices
