@@ -10,7 +10,19 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
-from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
+from lens_geometry.edits import (
+    PRESETS,
+    Batch,
+    Displacements,
+    Perturbation,
+    applied,
+    diagonal,
+    observe,
+    observe_diagonal,
+    perturb,
+    remove_diagonal,
+    scale,
+)
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
@@ -20,6 +32,7 @@ from lens_geometry.experiments import (
     GenerationSettings,
     HeadSettings,
     MlpSettings,
+    PairSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -32,6 +45,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    minimal_pairs,
     mlp_sweep,
     profile,
     scaling_edits,
@@ -40,20 +54,29 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
-from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
+from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
+from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
+from lens_geometry.pair_tokens import tokenize_pairs
+from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "PRESETS",
     "AttentionSettings",
     "BasinSettings",
     "Batch",
+    "Displacements",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
     "LensGeometryError",
     "MlpSettings",
+    "Pair",
+    "PairSettings",
+    "Pairs",
+    "Perturbation",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
@@ -77,13 +100,20 @@ __all__ = [
     "head_sweep",
     "known_models",
     "load_model",
+    "load_pairs",
     "load_text",
     "measure",
+    "minimal_pairs",
     "mlp_sweep",
     "observe",
     "observe_diagonal",
+    "pair_accuracy",
+    "pair_margins",
+    "perturb",
     "profile",
     "remove_diagonal",
+    "rescale_by",
+    "rotate_by",
     "scale",
     "scale_components",
     "scaling_edits",
@@ -92,6 +122,7 @@ __all__ = [
     "site_table",
     "smallest_operator",
     "tokenize",
+    "tokenize_pairs",
     "validate",
     "write_report",
 ]

@@ -27,6 +27,7 @@ from lens_geometry.experiments import (
     GenerationSettings,
     HeadSettings,
     MlpSettings,
+    PairSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -38,6 +39,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    minimal_pairs,
     mlp_sweep,
     profile,
     scaling_edits,
@@ -46,6 +48,7 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
+from lens_geometry.pairs import PAIR_SETS, load_pairs
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
@@ -93,6 +96,7 @@ MLP = MlpSettings()
 ATTENTION = AttentionSettings()
 GENERATION = GenerationSettings()
 EVALUATION = EvaluationSettings()
+PAIRS = PairSettings()
 
 
 def models_command() -> int:
@@ -463,6 +467,36 @@ def evaluate_command(
     return _saved(result, out)
 
 
+def pairs_command(
+    loading: Loading = LOADING,
+    sets: tuple[str, ...] = PAIR_SETS,
+    conditions: tuple[str, str] | None = None,
+    region: str | None = None,
+    out: Path = Path("results/pairs"),
+    settings: PairSettings = PAIRS,
+) -> int:
+    """Score minimal pairs: how often, and by how much, does the model prefer the grammatical sentence?
+
+    Example: lens-geometry pairs --sets agreement-simple anaphor-gender --max-pairs 100
+
+    Args:
+        loading: which model.
+        sets: generated sets (all by default; "agreement" is the four of agreement as one), .jsonl files as in BLiMP,
+            SyntaxGym suites (.json), or hf:nyu-mll/blimp:CONFIG.
+        conditions: of SyntaxGym suites: the good and the bad condition, where a suite does not say which.
+        region: of SyntaxGym suites, with conditions: the number of the critical region.
+        out: directory for table.parquet, table.csv, meta.json and figure.html.
+        settings: how many pairs, and how they are scored.
+    """
+    found = [
+        load_pairs(name, max_pairs=settings.max_pairs, seed=settings.seed, conditions=conditions, region=region)
+        for name in sets
+    ]
+    result = minimal_pairs(loading.load(), found, settings)
+    print(summaries.pairs_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -478,6 +512,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "attention": attention_command,
     "generate": generate_command,
     "evaluate": evaluate_command,
+    "pairs": pairs_command,
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lens_geometry.errors import DataError
 
 
 class SequenceLosses(NamedTuple):
@@ -55,3 +57,30 @@ def sequence_losses(
     finite = torch.isfinite(losses)
     sums = torch.where(scored & finite, losses, losses.new_zeros(())).cpu().double().sum(1)
     return SequenceLosses(sums.numpy(), scored.sum(1).cpu().numpy(), (scored & ~finite).sum(1).cpu().numpy())
+
+
+Scoring = Literal["sentence", "word", "normalised"]
+SCORINGS: tuple[Scoring, ...] = ("sentence", "word", "normalised")
+
+
+def pair_margins(losses: SequenceLosses, scoring: Scoring) -> NDArray[np.float64]:
+    """log p(good) - log p(bad) of minimal pairs, in nats, [pair]; the rows are good_0, bad_0, good_1, bad_1, ...
+
+    "normalised" divides each sentence's log-probability by the number of its scored tokens; "sentence" and "word" are
+    sums over what was scored. NaN where a sentence has a loss that is not finite, or none at all.
+    """
+    if scoring not in SCORINGS:
+        raise DataError(f"there is no scoring {scoring!r}", cure=f"choose one of {', '.join(SCORINGS)}")
+    if len(losses.sums) % 2:
+        raise DataError(f"{len(losses.sums)} rows are no pairs", cure="pass the losses of tokenize_pairs' rows")
+    whole = (losses.nonfinite == 0) & (losses.counts > 0)
+    divisors = np.maximum(losses.counts, 1) if scoring == "normalised" else 1
+    scores = np.where(whole, -losses.sums / divisors, np.nan)
+    margins: NDArray[np.float64] = scores[::2] - scores[1::2]
+    return margins
+
+
+def pair_accuracy(margins: NDArray[np.float64]) -> float:
+    """The share of pairs with a margin above 0, among those that have one; a tie is no success. NaN without any."""
+    finite = margins[np.isfinite(margins)]
+    return float((finite > 0).mean()) if len(finite) else float("nan")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from lens_geometry.basin_plots import basin_range, basins
@@ -116,3 +118,26 @@ def evaluation_summary(table: pd.DataFrame) -> str:
     """Score and its change with interval, a row for each task, metric and edit."""
     shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
     return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
+
+
+def pairs_summary(table: pd.DataFrame) -> str:
+    """Accuracy and mean margin with intervals, a row for each set and scoring."""
+    whole = table[table["feature"] == "all"]
+    shown = pd.DataFrame(
+        {
+            "set": whole["set"],
+            "scoring": whole["scoring"],
+            "pairs": whole["n_pairs"],
+            "accuracy": [_with_interval(row, "accuracy", "{:.1%}") for row in whole.to_dict("records")],
+            "margin": [_with_interval(row, "margin", "{:+.3f}") for row in whole.to_dict("records")],
+            "ties": whole["n_ties"],
+            "status": whole["status"],
+        }
+    )
+    words = "share of pairs with the grammatical sentence ahead, and log p(good) - log p(bad) in nats; 95 % intervals\n"
+    return words + shown.to_string(index=False)
+
+
+def _with_interval(row: Any, name: str, pattern: str) -> str:
+    value, *ends = (pattern.format(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{value} [{', '.join(ends)}]"

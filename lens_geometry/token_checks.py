@@ -61,3 +61,12 @@ def check_scored(ids: Tensor, mask: Tensor, scored: Tensor | None) -> None:
             where=place,
             cure="leave such sequences out, or score more tokens",
         )
+
+
+def check_noise_ids(ids: Tensor, noise_ids: tuple[int, ...] | None) -> None:
+    """Raise DataError unless `noise_ids` has a whole number for every sequence, or is None."""
+    if noise_ids is None:
+        return
+    if len(noise_ids) != len(ids) or not all(isinstance(number, int) and number >= 0 for number in noise_ids):
+        problem = f"{len(noise_ids)} noise ids do not belong to {len(ids)} sequences"
+        raise DataError(problem, where="noise_ids", cure="give one whole number of 0 or more per sequence, or None")

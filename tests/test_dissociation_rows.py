@@ -108,6 +108,7 @@ def test_the_verdict_is_the_built_in_answer(answer):
     assert inside == (answer in ("one-sided", "none"))
 
 
+@pytest.mark.slow
 def test_pure_noise_is_no_dissociation_nearly_always():
     found = []
     for seed in range(8):

@@ -7,6 +7,7 @@ from lens_geometry.experiments.generation import GenerationSettings, continuatio
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
+from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
 from lens_geometry.experiments.schedule import ScheduleSettings, schedule
@@ -20,6 +21,7 @@ __all__ = [
     "GenerationSettings",
     "HeadSettings",
     "MlpSettings",
+    "PairSettings",
     "ProfileSettings",
     "ScalingSettings",
     "ScheduleSettings",
@@ -32,6 +34,7 @@ __all__ = [
     "evaluate",
     "generation_profile",
     "head_sweep",
+    "minimal_pairs",
     "mlp_sweep",
     "profile",
     "scaling_edits",
