@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from lens_geometry.experiments.damages import KINDS, QUANTITIES, Damage, Doses, contrast, draw, ratio, worst
 from lens_geometry.paired_tests import bonferroni, holm, paired_test
-from lens_geometry.stats import Floats, percentile_interval, two_way_means
+from lens_geometry.stats import Floats, percentile_interval
 
-KINDS = ("angular", "magnitude")
-QUANTITIES = ("loss", "margin", "accuracy")
-STATUSES = ("ok", "no_effect", "nonfinite", "impossible")  # the worst last
+__all__ = ["Doses", "as_table", "rows"]
+
 COUNTS = ("n_clipped", "n_flipped", "n_places")
-TESTS = ("p_seeds", "p_items")  # which are corrected for how many there are
+TESTS = ("p_seeds", "p_items")  # corrected for how many of each there are
 NAN = math.nan
 EMPTY: dict[str, Any] = {
     "quantity": "", "kind": "", "regime": "", "displacement": NAN, "seed": pd.NA,
@@ -29,88 +28,18 @@ EMPTY: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Doses:
-    """What was run for one variant of the perturbation and one set of layers.
-
-    Attributes:
-        displacements, seeds: of every kind.
-        sums: kind to [displacement, seed, sequence], the summed losses of each text sequence under the perturbation in
-            nats; NaN where that was not run or is not finite.
-        base_sums, counts: [sequence], the unperturbed summed losses, and how many losses were summed.
-        margins: kind to [displacement, seed, pair], log p(good) - log p(bad) in nats, NaN likewise; empty without pairs.
-        base_margins: [pair], unperturbed.
-        measured: kind to [displacement][seed], what the perturbation really did: `displacement_mean`,
-            `displacement_max_error` (relative), `n_clipped`, `n_flipped`, `n_places`, and `status`: "ok",
-            "nonfinite", "no_effect" or "impossible".
-    """
-
-    displacements: tuple[float, ...]
-    seeds: tuple[int, ...]
-    sums: Mapping[str, Floats]
-    base_sums: Floats
-    counts: Floats
-    margins: Mapping[str, Floats]
-    base_margins: Floats
-    measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
-
-
 class _Group(NamedTuple):
-    """One displacement, or a regime of them: which rows of the arrays."""
+    """One displacement, or a regime of them: which places of the arrays."""
 
     regime: str
     displacement: float
     places: list[int]
 
 
-class _Quantity:
-    """Damage of one quantity: the mean of `changes` over the mean of `weights`. Points up: what is lost."""
-
-    def __init__(self, doses: Doses, name: str) -> None:
-        self.name, self.population = name, int(name != "loss")
-        levels, base = (doses.sums, doses.base_sums) if name == "loss" else (doses.margins, doses.base_margins)
-        levels, base = {kind: np.asarray(levels[kind], float) for kind in KINDS}, np.asarray(base, float)
-        if name == "accuracy":
-            levels, base = {kind: _correct(levels[kind]) for kind in KINDS}, _correct(base)
-        sign = 1.0 if name == "loss" else -1.0
-        self.levels, self.base_items = levels, base
-        self.changes = {kind: sign * (levels[kind] - base) for kind in KINDS}
-        self.weights = np.asarray(doses.counts, float) if name == "loss" else np.ones(len(base))
-        self.base = float(base.sum() / self.weights.sum())
-        self.status = {kind: self._status(doses, kind) for kind in KINDS}
-        fine = [np.array(self.status[kind]) == "ok" for kind in KINDS]
-        self.comparable = np.logical_and(*fine).all(1)  # [displacement]
-        self.by_seed = {kind: self.changes[kind].sum(-1) / self.weights.sum() for kind in KINDS}
-        self.draws: dict[str, Floats] = {}  # [resample, displacement], filled for all quantities together
-
-    def _status(self, doses: Doses, kind: str) -> list[list[str]]:
-        """[displacement][seed]: as measured, and "nonfinite" where this quantity is not finite."""
-        finite = np.isfinite(self.changes[kind]).all(-1)
-        return [
-            [
-                str(found["status"]) if found["status"] != "ok" else "ok" if good else "nonfinite"
-                for found, good in zip(of_dose, fine, strict=True)
-            ]
-            for of_dose, fine in zip(doses.measured[kind], finite, strict=True)
-        ]
-
-    def damage(self, kind: str) -> Floats:
-        """[displacement], over all seeds."""
-        return self.by_seed[kind].mean(-1)
-
-    def by_item(self, kind: str, places: list[int]) -> Floats:
-        """Damage of each sequence (per token) or pair, over seeds and displacements."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.changes[kind][places].mean((0, 1)) / self.weights
-
-    def kept(self, places: list[int]) -> list[int]:
-        return [place for place in places if self.comparable[place]]
-
-
 def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> list[dict[str, Any]]:
     """Every damage, alone and compared, as rows of one long table; `as_table` makes it one.
 
-    Damage points up: change of loss (nats per token, all tokens alike), drop of the margin (nats), drop of the
+    Damage points up: rise of the loss (nats per token, all tokens alike), drop of the margin (nats), drop of the
     accuracy (share of pairs with a margin above 0). The kinds of rows:
 
     - `angular`, `magnitude`: the damage, for each seed and over all (`seed` NA), with `level` and `base`, the loss,
@@ -121,7 +50,7 @@ def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> lis
       resample counts at both ends of the interval.
     - `contrast`: (a - m) / (|a| + |m|), from -1 (only magnitude hurts) to 1 (only angular hurts), 0 where nothing
       changed.
-    - `crossover`: (contrast of loss - contrast of this quantity) / 2.
+    - `crossover`: (contrast of the loss - contrast of this quantity) / 2.
 
     Intervals are 95 % percentiles over seeds and items drawn anew, all rows from the same draws (one seed's rows: over
     items alone). A `regime` pools displacements: those up to `low_regime` (by default the median), those above, and
@@ -130,16 +59,17 @@ def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> lis
     A displacement at which any condition is not "ok" is compared no further: its rows say why, and regimes leave it
     out (`n_left_out`). Damage by itself is then over what is finite, without an interval.
     """
-    found = [_Quantity(doses, name) for name in QUANTITIES if name == "loss" or doses.margins]
-    _draw(found, seed)
+    damages = [Damage(doses, name) for name in QUANTITIES if name == "loss" or doses.margins]
+    draw(damages, seed)
     groups = list(_groups(doses.displacements, low_regime))
     table: list[dict[str, Any]] = []
-    for quantity in found:
+    for damage in damages:
         for kind in KINDS:
-            table += _damages(doses, quantity, kind, groups, seed)
-        table += [row for group in groups for row in _comparisons(doses, quantity, group)]
-        if quantity.name != "loss":
-            table += [_crossover(doses, found[0], quantity, group) for group in groups]
+            table += _by_displacement(doses, damage, kind)
+            table += [_pooled(damage, kind, group) for group in groups if group.regime]
+        table += [row for group in groups for row in _comparisons(damage, group)]
+        if damage.quantity != "loss":
+            table += [_crossover(damages[0], damage, group) for group in groups]
     _correct_tests([row for row in table if row["kind"] == "difference" and not row["regime"]])
     return table
 
@@ -149,109 +79,88 @@ def as_table(found: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(found).astype(dict.fromkeys(("seed", *COUNTS), "Int64"))
 
 
-def contrast(angular: Floats, magnitude: Floats) -> Floats:
-    """(a - m) / (|a| + |m|); 0 where both are 0."""
-    size = np.abs(angular) + np.abs(magnitude)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(size == 0, 0.0, (angular - magnitude) / size)
-
-
-def ratio(angular: Floats, magnitude: Floats, undefined: float = NAN) -> Floats:
-    """a / m; infinite where only a is above 0, `undefined` where neither is, negative where a alone is below 0."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found = np.where(magnitude > 0, angular / magnitude, np.where(angular > 0, np.inf, undefined))
-    return np.where(np.isnan(angular) | np.isnan(magnitude), np.nan, found)
-
-
-def _correct(margins: Floats) -> Floats:
-    return np.where(np.isnan(margins), np.nan, margins > 0)
-
-
-def _draw(found: list[_Quantity], seed: int) -> None:
-    """Resampled damages of every quantity and kind, the seeds drawn alike for all, sequences and pairs each alike."""
-    arrays, populations = [], []
-    for quantity in found:
-        arrays += [quantity.changes[kind] for kind in KINDS] + [quantity.weights[None]]
-        populations += [quantity.population] * (len(KINDS) + 1)
-    drawn = iter(two_way_means(arrays, populations, seed=seed))
-    for quantity in found:
-        changes = {kind: next(drawn) for kind in KINDS}
-        weights = next(drawn)
-        quantity.draws = {kind: changes[kind] / weights[:, None] for kind in KINDS}
-
-
 def _groups(displacements: Sequence[float], low_regime: float | None) -> Iterator[_Group]:
-    places = range(len(displacements))
+    places = list(range(len(displacements)))
     for place in places:
         yield _Group("", float(displacements[place]), [place])
     bound = float(np.median(displacements)) if low_regime is None else low_regime
     low = [place for place in places if displacements[place] <= bound]
-    for regime, chosen in (("low", low), ("high", [p for p in places if p not in low]), ("all", list(places))):
+    high = [place for place in places if place not in low]
+    for regime, chosen in (("low", low), ("high", high), ("all", places)):
         if chosen:
             yield _Group(regime, NAN, chosen)
 
 
-def _damages(doses: Doses, quantity: _Quantity, kind: str, groups: list[_Group], seed: int) -> Iterator[dict[str, Any]]:
-    """Rows of one kind of perturbation: every displacement over all seeds and for each, then the regimes."""
-    low, high = percentile_interval(quantity.draws[kind])
-    alone = []
-    for number in range(len(doses.seeds)):
-        change, weights = two_way_means([quantity.changes[kind][:, number : number + 1], quantity.weights[None]],
-                                        seed=seed)  # fmt: skip
-        alone.append(percentile_interval(change / weights[:, None]))
-    about = {"quantity": quantity.name, "kind": kind, "base": quantity.base}
+def _by_displacement(doses: Doses, damage: Damage, kind: str) -> Iterator[dict[str, Any]]:
+    """One kind of perturbation at every displacement: over all seeds, then each seed by itself."""
+    ends, ends_by_seed = (percentile_interval(draws[kind]) for draws in (damage.draws, damage.draws_by_seed))
     for place, displacement in enumerate(doses.displacements):
-        base = {**EMPTY, **about, "displacement": float(displacement)}
-        measured, status = doses.measured[kind][place], quantity.status[kind][place]
-        everywhere = slice(None)
-        yield {**base, **_finite(quantity, kind, place, everywhere), **_measured(measured), "status": _worst(status),
-               "low": float(low[place]), "high": float(high[place])}  # fmt: skip
-        for number, name in enumerate(doses.seeds):
-            ends = {"low": float(alone[number][0][place]), "high": float(alone[number][1][place])}
-            one = slice(number, number + 1)
-            yield {**base, **_finite(quantity, kind, place, one), **_measured(measured[one]), "seed": name,
-                   "status": status[number], **ends}  # fmt: skip
-    for group in groups:
-        if group.regime:
-            kept = quantity.kept(group.places)
-            values = quantity.damage(kind)[kept]
-            yield {**EMPTY, **about, **_place(doses, quantity, group, kept),
-                   **_estimate(values, quantity.draws[kind][:, kept], lambda x: x.mean(-1)),
-                   "level": quantity.base + (values.mean() if quantity.name == "loss" else -values.mean())
-                   if kept else NAN}  # fmt: skip
-
-
-def _finite(quantity: _Quantity, kind: str, place: int, seeds: slice) -> dict[str, Any]:
-    """Damage and level over the finite sequences or pairs alone, and how many there are."""
-    changes, levels = quantity.changes[kind][place, seeds], quantity.levels[kind][place, seeds]
-    finite = np.isfinite(changes)
-    weight = float((finite * quantity.weights).sum())
-    sums = [float(np.where(finite, x, 0.0).sum()) for x in (changes, levels)]
-    value, level = (total / weight if weight else NAN for total in sums)
-    n_seeds, n_items = int(finite.any(1).sum()), int(finite.any(0).sum())
-    return {"value": value, "level": level, "n_seeds": n_seeds, "n_items": n_items}
+        statuses, measured = damage.status[kind][place], doses.measured[kind][place]
+        about = {"quantity": damage.quantity, "kind": kind, "displacement": float(displacement), "base": damage.base}
+        for number in (None, *range(len(doses.seeds))):
+            seeds = slice(None) if number is None else slice(number, number + 1)
+            low, high = (end[place] for end in ends) if number is None else (end[place, number] for end in ends_by_seed)
+            yield {
+                **EMPTY,
+                **about,
+                "seed": pd.NA if number is None else doses.seeds[number],
+                **damage.finite(kind, place, seeds),
+                "low": float(low),
+                "high": float(high),
+                **_measured(measured[seeds]),
+                "status": worst(statuses[seeds]),
+            }
 
 
 def _measured(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the perturbation did, over seeds: the mean displacement by places, the largest error, sums of counts."""
-    counts = {name: sum(int(one[name]) for one in found) for name in COUNTS}
-    means = [(float(one["displacement_mean"]), int(one["n_places"])) for one in found]
-    means = [(mean, places) for mean, places in means if places and math.isfinite(mean)]
-    errors = [float(one["displacement_max_error"]) for one in found]
-    total = sum(places for _, places in means)
+    """What the perturbation did, over seeds: the mean displacement of all places, the largest error, sums of counts."""
+    counts = {name: np.array([one[name] for one in found], dtype=float) for name in COUNTS}
+    means, errors = (
+        np.array([one[f"displacement_{name}"] for one in found], dtype=float) for name in ("mean", "max_error")
+    )
+    places = np.where(np.isfinite(means), np.nan_to_num(counts["n_places"]), 0.0)
+    total, errors = places.sum(), errors[np.isfinite(errors)]
     return {
-        "displacement_mean": sum(mean * places for mean, places in means) / total if total else NAN,
-        "displacement_max_error": max((error for error in errors if math.isfinite(error)), default=NAN),
-        **counts,
+        "displacement_mean": float((np.nan_to_num(means) * places).sum() / total) if total else NAN,
+        "displacement_max_error": float(errors.max()) if errors.size else NAN,
+        **{name: int(np.nansum(count)) for name, count in counts.items()},
     }
 
 
-def _worst(status: Sequence[str]) -> str:
-    return max(status, key=lambda name: STATUSES.index(name) if name in STATUSES else len(STATUSES))
+def _pooled(damage: Damage, kind: str, group: _Group) -> dict[str, Any]:
+    """Mean damage of one kind over a regime."""
+    row, kept = _row(kind, group, damage)
+    row |= _estimate(damage.values(kind)[kept], damage.draws[kind][:, kept], lambda x: x.mean(-1))
+    sign = 1 if damage.quantity == "loss" else -1
+    return {**row, "base": damage.base, "level": damage.base + sign * row["value"]}
 
 
-def _estimate(values: Floats, draws: Floats, statistic: Any, *ends: Any) -> dict[str, Any]:
-    """A statistic over the last axis with its interval; `ends` are the statistics of its two ends where they differ."""
+def _row(kind: str, group: _Group, *damages: Damage) -> tuple[dict[str, Any], list[int]]:
+    """A row of the last damage, still without numbers, and the displacements at which all damages can be compared."""
+    kept = [place for place in group.places if all(damage.comparable[place] for damage in damages)]
+    row = {
+        **EMPTY, "quantity": damages[-1].quantity, "kind": kind, "regime": group.regime,
+        "displacement": group.displacement, "n_left_out": len(group.places) - len(kept),
+        "n_seeds": damages[-1].by_seed[KINDS[0]].shape[-1], "n_items": len(damages[-1].weights),
+        "status": "ok" if kept else _why_not(group, damages),
+    }  # fmt: skip
+    return row, kept
+
+
+def _why_not(group: _Group, damages: Sequence[Damage]) -> str:
+    """Why there is nothing to compare, such as "angular impossible"."""
+    if group.regime:
+        return "incomparable"
+    place = group.places[0]
+    found = {kind: worst([one for damage in damages for one in damage.status[kind][place]]) for kind in KINDS}
+    return ", ".join(f"{kind} {status}" for kind, status in found.items() if status != "ok")
+
+
+Statistic = Callable[[Floats], Floats]
+
+
+def _estimate(values: Floats, draws: Floats, statistic: Statistic, *ends: Statistic) -> dict[str, float]:
+    """A statistic over the last axis with its interval; `ends` where a resample counts differently at its two ends."""
     if not values.shape[-1]:
         return {}
     at_low, at_high = ends or (statistic, statistic)
@@ -259,72 +168,51 @@ def _estimate(values: Floats, draws: Floats, statistic: Any, *ends: Any) -> dict
     return {"value": float(statistic(values)), "low": float(low), "high": float(high)}
 
 
-def _place(doses: Doses, quantity: _Quantity, group: _Group, kept: list[int]) -> dict[str, Any]:
-    """Which displacements a row is of, over how much, and whether there was something to compare."""
-    found = {
-        "regime": group.regime, "displacement": group.displacement, "n_seeds": len(doses.seeds),
-        "n_items": len(quantity.weights), "n_left_out": len(group.places) - len(kept),
-    }  # fmt: skip
-    return found if kept else {**found, "status": _why_not(quantity, group)}
-
-
-def _why_not(*about: Any) -> str:
-    """Why a group could not be compared, such as "angular impossible"."""
-    *quantities, group = about
-    if group.regime:
-        return "incomparable"
-    worst = {
-        kind: _worst([_worst(quantity.status[kind][group.places[0]]) for quantity in quantities]) for kind in KINDS
-    }
-    return ", ".join(f"{kind} {status}" for kind, status in worst.items() if status != "ok")
-
-
-def _comparisons(doses: Doses, quantity: _Quantity, group: _Group) -> Iterator[dict[str, Any]]:
+def _comparisons(damage: Damage, group: _Group) -> Iterator[dict[str, Any]]:
     """Difference with its tests, ratio and contrast of one displacement or regime."""
-    kept = quantity.kept(group.places)
-    base = {**EMPTY, "quantity": quantity.name, **_place(doses, quantity, group, kept)}
-    values = np.stack([quantity.damage(kind)[kept] for kind in KINDS])  # [kind, displacement]
-    draws = np.stack([quantity.draws[kind][:, kept] for kind in KINDS])  # [kind, resample, displacement]
-
-    def difference(x: Floats) -> Floats:
-        return (x[0] - x[1]).mean(-1)
-
-    def ratio_of_means(undefined: float = NAN) -> Any:
-        return lambda x: ratio(x[0].mean(-1), x[1].mean(-1), undefined)
-
-    tests = _tests(quantity, kept) if kept else {}
-    yield {**base, "kind": "difference", **_estimate(values, draws, difference), **tests}
-    ends = ratio_of_means(-math.inf), ratio_of_means(math.inf)
-    yield {**base, "kind": "ratio", **_estimate(values, draws, ratio_of_means(), *ends)}
-    yield {**base, "kind": "contrast", **_estimate(values, draws, _mean_contrast)}
+    row, kept = _row("difference", group, damage)
+    values, draws = _both_kinds([damage], kept)
+    yield {**row, **_estimate(values, draws, lambda x: (x[0] - x[1]).mean(-1)), **_tests(damage, kept)}
+    ratios = (_ratio_of_means(undefined) for undefined in (NAN, -math.inf, math.inf))
+    yield {**row, "kind": "ratio", **_estimate(values, draws, *ratios)}
+    yield {**row, "kind": "contrast", **_estimate(values, draws, _mean_contrast)}
 
 
-def _mean_contrast(x: Floats) -> Floats:
-    return contrast(x[0], x[1]).mean(-1)
+def _crossover(loss: Damage, damage: Damage, group: _Group) -> dict[str, Any]:
+    """Half the contrast of the loss minus that of another quantity, where both can be compared."""
+    row, kept = _row("crossover", group, loss, damage)
+    values, draws = _both_kinds([loss, damage], kept)
+    return {**row, **_estimate(values, draws, lambda x: (_mean_contrast(x[:2]) - _mean_contrast(x[2:])) / 2)}
 
 
-def _tests(quantity: _Quantity, kept: list[int]) -> dict[str, Any]:
-    seeds = paired_test(*(quantity.by_seed[kind][kept].mean(0) for kind in KINDS))
-    items = paired_test(*(quantity.by_item(kind, kept) for kind in KINDS))
+def _both_kinds(damages: Sequence[Damage], kept: list[int]) -> tuple[Floats, Floats]:
+    """Values [damage and kind, displacement] and draws [damage and kind, resample, displacement]."""
+    values = np.stack([damage.values(kind)[kept] for damage in damages for kind in KINDS])
+    return values, np.stack([damage.draws[kind][:, kept] for damage in damages for kind in KINDS])
+
+
+def _mean_contrast(both: Floats) -> Floats:
+    return contrast(both[0], both[1]).mean(-1)
+
+
+def _ratio_of_means(undefined: float) -> Statistic:
+    return lambda both: ratio(both[0].mean(-1), both[1].mean(-1), undefined)
+
+
+def _tests(damage: Damage, kept: list[int]) -> dict[str, float]:
+    """Paired tests of the angular against the magnitude damage, averaged over displacements."""
+    if not kept:
+        return {}
+    seeds = paired_test(*(damage.by_seed[kind][kept].mean(0) for kind in KINDS))
+    items = paired_test(*(damage.by_item(kind, kept) for kind in KINDS))
     return {
         "p_seeds": seeds.p, "cohens_d_seeds": seeds.cohens_d,
         "p_items": items.p, "p_items_wilcoxon": items.p_wilcoxon, "cohens_d_items": items.cohens_d,
     }  # fmt: skip
 
 
-def _crossover(doses: Doses, loss: _Quantity, quantity: _Quantity, group: _Group) -> dict[str, Any]:
-    """(contrast of loss - contrast of the quantity) / 2, over the displacements at which both can be compared."""
-    kept = [place for place in quantity.kept(group.places) if loss.comparable[place]]
-    base = {**EMPTY, "quantity": quantity.name, "kind": "crossover", **_place(doses, quantity, group, kept)}
-    if not kept:
-        return {**base, "status": _why_not(loss, quantity, group)}
-    values = np.stack([part.damage(kind)[kept] for part in (loss, quantity) for kind in KINDS])
-    draws = np.stack([part.draws[kind][:, kept] for part in (loss, quantity) for kind in KINDS])
-    return {**base, **_estimate(values, draws, lambda x: (_mean_contrast(x[:2]) - _mean_contrast(x[2:])) / 2)}
-
-
 def _correct_tests(differences: list[dict[str, Any]]) -> None:
-    """Write the corrected p values into the rows of single displacements, one family for each way of testing."""
+    """Write corrected p values into the rows of single displacements, one family for each way of testing."""
     for test in TESTS:
         p = [row[test] for row in differences]
         for name, correct in (("bonferroni", bonferroni), ("holm", holm)):
