@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from lens_geometry.axes import number, require
+from lens_geometry.axes import interval, number, require
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
@@ -16,6 +16,7 @@ NO_PROFILE = "How parallel the updates are to their references was not measured.
 NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
 NO_HEADS = "What single heads cost was not measured."
+NO_REPAIR = "No repair of a pathway has a recovery: there was no damage, or it could not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
@@ -28,7 +29,8 @@ def findings(results: Sequence[Result]) -> list[str]:
     """A sentence or two for each kind of result that is here, in a fixed order.
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
-    single heads cost (head sweep); how much of its branch an edit changes (applied strength). Taken from the first
+    single heads cost (head sweep); how much of its branch an edit changes (applied strength); what comes back when one
+    pathway is repaired (pathway repair). Taken from the first
     result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
     higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
     them has no interval, which is then said.
@@ -145,12 +147,34 @@ def strength_sentence(table: pd.DataFrame) -> str:
     )
 
 
+def repair_sentence(table: pd.DataFrame) -> str:
+    """Which single pathway gives most of the damage back, for each kind at the smallest displacement that does any."""
+    require(
+        table, "kind displacement unit seed pathway head recovery recovery_low recovery_high status", "pathway_repair"
+    )
+    rows = table[table["seed"].isna() & table["head"].isna() & np.isfinite(table["recovery"].astype(float))]
+    joint = rows["pathway"].str.contains("+", regex=False)
+    rows = rows[~joint & ~rows["pathway"].isin(["nothing", "everything", "final_norm"])]
+    told = []
+    for kind, part in rows.groupby("kind", sort=False):
+        part = part[part["displacement"] == part["displacement"].min()].sort_values("recovery", ascending=False)
+        shown = _join(
+            f"{row.pathway} {interval(100 * row.recovery, 100 * row.recovery_low, 100 * row.recovery_high)} %"
+            for row in part.itertuples()
+        )
+        told.append(f"{kind} (displacement {part['displacement'].iloc[0]:g} {part['unit'].iloc[0]}): {shown}")
+    if not told:
+        return NO_REPAIR
+    return f"Share of the damage that comes back when one pathway is repaired, largest first: {_join(told, '; ')}."
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
     "mlp_sweep": (removal_sentence,),
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
+    "pathway_repair": (repair_sentence,),
 }
 Change = tuple[float, float, float]
 

@@ -15,6 +15,7 @@ from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
 from lens_geometry.pair_sections import pairs_section
+from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -32,6 +33,7 @@ TITLES = {
     "continuations": "Edited continuations",
     "evaluate": "Downstream tasks",
     "minimal_pairs": "Minimal pairs",
+    "pathway_repair": "Pathway repair",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -269,6 +271,7 @@ SECTIONS = {
     "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],
     "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
     "minimal_pairs": pairs_section,
+    "pathway_repair": repair_section,
 }
 
 

@@ -50,7 +50,17 @@ def reads(model, hooks, names):
     return kept
 
 
-@pytest.mark.parametrize(("name", "backend"), zoo.cases())
+QUICK = [("gpt2", "bridge"), ("neox", "bridge"), ("opt", "bridge"), ("olmo2", "bridge"), ("gpt2", "native")]
+QUICK += [("llama_gqa", "hooked"), ("gemma2", "hooked"), ("opt_post_norm", "bridge")]
+
+
+def cases(*backends, exclude=()):
+    """Every animal, most of them in the slow suite."""
+    found = zoo.cases(*backends, exclude=exclude)
+    return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in found]
+
+
+@pytest.mark.parametrize(("name", "backend"), cases())
 def test_repairing_everything_gives_the_clean_logits_and_repairing_nothing_the_perturbed_ones(name, backend):
     model = zoo.build(name, backend)
     pathways = possible(model)
@@ -85,7 +95,7 @@ HOOKS_OF = {
 }
 
 
-@pytest.mark.parametrize(("name", "backend"), zoo.cases("bridge", "hooked", exclude=("opt_post_norm", "opt")))
+@pytest.mark.parametrize(("name", "backend"), cases("bridge", "hooked", exclude=("opt_post_norm", "opt")))
 def test_each_pathway_is_what_a_plain_hook_does(name, backend):
     model = zoo.build(name, backend)
     _, cache = model.run_with_cache(IDS)
@@ -103,7 +113,7 @@ def test_each_pathway_is_what_a_plain_hook_does(name, backend):
 
 
 @pytest.mark.skipif(zoo.MAJOR > 3, reason="HookedTransformer is of TransformerLens 3")
-@pytest.mark.parametrize("name", ["gpt2", "neox", "llama_gqa", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("neox", marks=pytest.mark.slow), "llama_gqa", "gemma3"])
 def test_both_classes_of_a_model_repair_alike(name):
     bridge, hooked = zoo.build(name), zoo.build(name, "hooked")
     for pathway in PATHWAYS:
@@ -114,7 +124,7 @@ def test_both_classes_of_a_model_repair_alike(name):
         assert torch.allclose(one, other, atol=5e-5), pathway
 
 
-@pytest.mark.parametrize(("name", "backend"), zoo.cases(exclude=(*NO_NORMS, "moe")))
+@pytest.mark.parametrize(("name", "backend"), cases(exclude=(*NO_NORMS, "moe")))
 def test_a_repaired_scale_is_the_norms_denominator_and_nothing_else(name, backend):
     model = zoo.build(name, backend, torch.float64)
     exact = backend != "bridge" or name == "gpt2"  # the other bridges' norms are Hugging Face's, some in float32
@@ -201,7 +211,9 @@ def test_heads_and_positions_are_repaired_where_they_were_chosen_and_left_elsewh
 
 
 def test_norms_are_found_where_their_branches_read_them():
-    for name, backend in zoo.cases(exclude=NO_NORMS):
+    for name, backend in QUICK:
+        if name in NO_NORMS or (name, backend) not in zoo.cases():
+            continue
         found = require_norms(zoo.build(name, backend), scale=True)
         assert all(
             [norm.name for norm in norms] == [f"blocks.{i}.ln1", f"blocks.{i}.ln2"] for i, norms in found.items()

@@ -13,7 +13,11 @@ from lens_geometry.sites import HOOKS, choose_layers
 
 NOTHING, EVERYTHING = "nothing", "everything"
 ALONE = ("attention_pattern", "attention_output", "layernorm_output", "layernorm_scale", "mlp_output")
-TOGETHER = ("attention_pattern+layernorm_output", "attention_output+mlp_output")
+TOGETHER = (
+    "attention_pattern+layernorm_scale",
+    "attention_pattern+layernorm_output",
+    "attention_output+mlp_output",
+)
 HOOK_OF = {"attention_pattern": "pattern", "head_output": "z", "attention_output": "attn_out", "mlp_output": "mlp_out"}
 
 
@@ -30,7 +34,8 @@ class PathwaySettings(RunSettings):
         preset: "default", "paper" or "as_run": what else the perturbation does (see `edits.PRESETS`).
         seeds: how many draws of the noise; they are numbered from `seed` on.
         pathways: what is repaired: names of `edits.PATHWAYS`, or several joined with "+". Each part of a joint repair
-            is run alone too, to see whether they add up.
+            is run alone too, to see whether they add up. They can't where one contains the other: a layer's
+            norm outputs decide its attention pattern and what both of its branches write.
         single_heads: also repair the output of one head at a time.
         head_layers: in which layers; None takes all repaired ones.
     """
@@ -41,7 +46,7 @@ class PathwaySettings(RunSettings):
     displacements: tuple[float, ...] = (0.1, 0.2)
     unit: Unit = "relative"
     preset: str = "default"
-    seeds: int = 3
+    seeds: int = 5
     pathways: tuple[str, ...] = (*ALONE, *TOGETHER)
     single_heads: bool = False
     head_layers: str | None = None
