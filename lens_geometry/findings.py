@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from lens_geometry.axes import interval, number, require
+from lens_geometry.axes import number, require
+from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
@@ -148,7 +149,7 @@ def strength_sentence(table: pd.DataFrame) -> str:
 
 
 def repair_sentence(table: pd.DataFrame) -> str:
-    """Which single pathway gives most of the damage back, for each kind at the smallest displacement that does any."""
+    """Which pathway gives most of the damage back by itself, for each kind at its smallest displacement with damage."""
     require(
         table, "kind displacement unit seed pathway head recovery recovery_low recovery_high status", "pathway_repair"
     )
@@ -158,14 +159,15 @@ def repair_sentence(table: pd.DataFrame) -> str:
     told = []
     for kind, part in rows.groupby("kind", sort=False):
         part = part[part["displacement"] == part["displacement"].min()].sort_values("recovery", ascending=False)
-        shown = _join(
-            f"{row.pathway} {interval(100 * row.recovery, 100 * row.recovery_low, 100 * row.recovery_high)} %"
-            for row in part.itertuples()
+        best, *others = part.to_dict("records")
+        after = _join(f"{row['pathway']} {number(100 * row['recovery'])} %" for row in others)
+        told.append(
+            f"{kind} (displacement {best['displacement']:g} {best['unit']}) {best['pathway']} {entry(best)}"
+            + (f", then {after}" if others else "")
         )
-        told.append(f"{kind} (displacement {part['displacement'].iloc[0]:g} {part['unit'].iloc[0]}): {shown}")
     if not told:
         return NO_REPAIR
-    return f"Share of the damage that comes back when one pathway is repaired, largest first: {_join(told, '; ')}."
+    return f"The pathway whose repair alone gives most of the damage back is, for {_join(told, '; for ')}."
 
 
 SENTENCES = {

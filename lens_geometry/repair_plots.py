@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ REPAIRS = (
 )
 KINDS = {"angular": ("#0072B2", "circle"), "magnitude": ("#D55E00", "square")}
 CHECKS = ("nothing", "everything")
+VIEW = (-1.0, 2.0)  # what the axes show at most
 RECOVERY, GAP = "recovery", "additivity_gap"
 TITLES = {
     RECOVERY: "recovery: share of the damage that the repair gives back",
@@ -54,7 +56,8 @@ def repair_figure(table: pd.DataFrame) -> go.Figure:
         part = whole[whole["displacement"] == dose]
         add_repairs(drawn, part, RECOVERY, {"row": row, "col": 1}, legend=row == 1)
         if joint:
-            add_repairs(drawn, part, GAP, {"row": row, "col": 2}, legend=False)
+            add_repairs(drawn, part, GAP, {"row": row, "col": 2}, names=list(part["pathway"].unique()), legend=False)
+            drawn.update_yaxes(showticklabels=False, row=row, col=2)  # the same lines as beside it
         elif columns == 2:
             drawn.update_xaxes(visible=False, row=row, col=2).update_yaxes(visible=False, row=row, col=2)
     for place, (_, rows) in enumerate(maps, len(doses) * columns):
@@ -85,25 +88,44 @@ def label(pathway: str) -> str:
 
 
 def add_repairs(
-    drawn: go.Figure, rows: pd.DataFrame, quantity: str, place: dict[str, int], *, legend: bool = True
+    drawn: go.Figure,
+    rows: pd.DataFrame,
+    quantity: str,
+    place: dict[str, int],
+    *,
+    names: Sequence[str] | None = None,
+    legend: bool = True,
 ) -> None:
     """Draw recovery, or the gap of joint repairs, with 95 % intervals: a line per pathway, a marker per kind.
 
-    Dotted lines are no help (0) and the clean loss (1), or a gap of 0. A cross at 0 marks a repair without a number.
+    Dotted lines are no help (0) and the clean loss (1), or a gap of 0. What lies beyond `VIEW` ends at the panel's edge
+    with an arrow. A cross at 0 marks a repair without a number.
     """
     if quantity == GAP:
         rows = rows[rows["pathway"].str.contains("+", regex=False)]
-    names = list(dict.fromkeys(rows["pathway"]))
+    names = list(dict.fromkeys(rows["pathway"])) if names is None else names
     kinds = [kind for kind in KINDS if kind in set(rows["kind"])]
+    ends = {quantity: "y", f"{quantity}_low": "low", f"{quantity}_high": "high"}
+    shown = rows[[*ends, "kind"]].rename(columns=ends)
+    values = shown[["y", "low", "high"]].to_numpy(dtype=float)
+    seen = [*values[np.isfinite(values)], 0.0, *((1.0,) if quantity == RECOVERY else ())]
+    left, right = max(VIEW[0], min(seen)), min(VIEW[1], max(seen))
     for order, kind in enumerate(kinds):
-        part = rows[rows["kind"] == kind]
+        part, points = rows[rows["kind"] == kind], shown.loc[rows["kind"] == kind, ["y", "low", "high"]].astype(float)
         colour, symbol = KINDS[kind]
         height = [names.index(name) + 0.24 * (order - (len(kinds) - 1) / 2) for name in part["pathway"]]
-        ends = {quantity: "y", f"{quantity}_low": "low", f"{quantity}_high": "high"}
-        points = part[list(ends)].rename(columns=ends).astype(float)
-        lost = ~np.isfinite(points["y"])
-        symbols = ["x-thin" if gone else symbol for gone in lost]
-        dots = go.Scatter(x=points["y"].mask(lost, 0.0), y=height, mode="markers", name=kind, legendgroup=kind)
+        symbols = [
+            "x-thin"
+            if not np.isfinite(y)
+            else "triangle-left"
+            if y < left
+            else "triangle-right"
+            if y > right
+            else symbol
+            for y in points["y"]
+        ]
+        points = points.fillna({"y": 0.0}).clip(left, right)
+        dots = go.Scatter(x=points["y"], y=height, mode="markers", name=kind, legendgroup=kind)
         dots.update(text=[_hover(row) for row in part.to_dict("records")], hovertemplate="%{text}<extra></extra>")
         dots.update(showlegend=legend, meta={"site": "", "role": kind}, customdata=part[quantity])
         dots.update(marker={"color": colour, "symbol": symbols, "size": 9, "line": {"color": colour, "width": 1.6}})
@@ -112,7 +134,8 @@ def add_repairs(
         drawn.add_vline(x=at, line={"color": INK, "width": 1.5, "dash": "dot"}, **place)
     for line in np.arange(len(names) - 1) + 0.5:
         drawn.add_hline(y=line, line={"color": RULE, "width": 1}, **place)
-    drawn.update_xaxes(tickformat=".0%", **place)
+    pad = 0.06 * (right - left)
+    drawn.update_xaxes(tickformat=".0%", range=[left - pad, right + pad], **place)
     drawn.update_yaxes(
         tickvals=list(range(len(names))), ticktext=[label(str(name)) for name in names],
         range=[len(names) - 0.5, -0.5], showgrid=False, zeroline=False, **place,
@@ -140,8 +163,10 @@ def entry(row: dict[Any, Any], quantity: str = RECOVERY) -> str:
     """Recovery or gap with its interval in per cent, or why there is none."""
     if not np.isfinite(row[quantity]):
         return LOST.get(row["status"], "not measured")
-    low, high = (100 * row[f"{quantity}_{end}"] for end in ("low", "high"))
-    return interval(100 * row[quantity], low, high, signed=quantity == GAP) + " %"
+    value, low, high = (100 * float(row[f"{quantity}{end}"]) for end in ("", "_low", "_high"))
+    return interval(value, low, high, signed=quantity == GAP).replace(" [", " % [") + " %" * (
+        not np.isfinite([low, high]).all()
+    )
 
 
 def _hover(row: dict[Any, Any]) -> str:
