@@ -249,10 +249,17 @@ def hook_points(model: Any) -> Mapping[str, Any]:
     return dict(points)
 
 
-def carried_hooks(model: Any) -> list[str]:
-    """Names of the hook points that somebody left hooks on."""
+def carried_hooks(model: Any, *, permanent: bool = True) -> list[str]:
+    """Names of the hook points that somebody left hooks on, or those that did not make them permanent.
+
+    TransformerLens itself has permanent ones: on a bridge of 4.x, for an OPT model, they show the MLP's input.
+    """
     points = {id(point): point for point in hook_points(model).values()}
-    return sorted(str(point.name) for point in points.values() if point.fwd_hooks)
+    return sorted(
+        str(point.name)
+        for point in points.values()
+        if any(permanent or not handle.is_permanent for handle in point.fwd_hooks)
+    )
 
 
 def probe_tokens(model: Any, batch: int = 2, length: int = 6) -> Int[Tensor, "batch pos"]:

@@ -218,9 +218,9 @@ def losses(sums, nonfinite=0):
 
 def test_recovery_of_known_losses():
     clean = losses([10, 20, 30, 40])
-    hurt = [losses([30, 40, 50, 60]), losses([40, 50, 60, 70])]  # damage 2 and 3 nats per token
-    part = {"a": [losses([20, 30, 40, 50]), losses([30, 40, 50, 60])], "b": [losses([25, 35, 45, 55])] * 2}
-    found = Repaired(clean, hurt, {**part, "a+b": [losses([15, 25, 35, 45])] * 2, "idle": hurt, "all": [clean] * 2})
+    hurt = 2 * [losses([30, 40, 50, 60]), losses([40, 50, 60, 70])]  # damage 2 and 3 nats per token
+    part = {"a": 2 * [losses([20, 30, 40, 50]), losses([30, 40, 50, 60])], "b": 4 * [losses([25, 35, 45, 55])]}
+    found = Repaired(clean, hurt, {**part, "a+b": 4 * [losses([15, 25, 35, 45])], "idle": hurt, "all": 4 * [clean]})
     first = recovery_row(found.seed(0), "a")
     assert (first["clean_loss"], first["perturbed_loss"], first["repaired_loss"]) == (2.5, 4.5, 3.5)
     assert (first["damage"], first["recovery"], first["n_seeds"]) == (2.0, 0.5, 1)

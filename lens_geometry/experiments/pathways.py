@@ -63,9 +63,10 @@ def pathway_repair(
         ResultError when the journal is of something else.
     """
     settings, started = replace(settings or PathwaySettings(), **changes), time.monotonic()
-    if carried_hooks(model):
+    own = carried_hooks(model, permanent=False)
+    if own:
         raise ModelError(
-            f"the model carries hooks of its own: {', '.join(carried_hooks(model)[:3])}",
+            f"the model carries hooks of its own: {', '.join(own[:3])}",
             cure="take them off with model.reset_hooks(): a clean run has none",
         )
     tokens = prepare(model, data, settings)
