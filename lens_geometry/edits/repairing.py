@@ -210,12 +210,12 @@ def _no_cache(model: Any, layer: int) -> Hooks:
 
     def refuse(tensor: Tensor, hook: Any) -> None:
         queries, keys = tensor.shape[-2:]
-        if queries == 1 or keys != queries:
+        if keys != queries:
             raise HookError(
                 f"this pass has {queries} quer{'y' if queries == 1 else 'ies'} for {keys} keys: under a KV cache its "
                 "tokens' places in the clean run are not known",
                 where=where,
-                cure="run whole sequences of two tokens or more, and generate with use_past_kv_cache=False",
+                cure="run whole sequences, and generate with use_past_kv_cache=False",
             )
 
     return [(where, refuse)]
