@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,7 +150,7 @@ class Words:
         for sentence in sentences:
             ends = [i for i, letter in enumerate(sentence) if letter in " ."]
             cuts = sorted({0, *ends, len(sentence), *([sentence.index("home") + 2] if "home" in sentence else [])})
-            spans = list(zip(cuts, cuts[1:], strict=False))
+            spans = list(pairwise(cuts))
             found["offset_mapping"].append(spans)
             found["input_ids"].append([2 + sum(map(ord, sentence[slice(*span)])) % 250 for span in spans])
         return found
