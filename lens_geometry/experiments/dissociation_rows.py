@@ -36,7 +36,9 @@ class _Group(NamedTuple):
     places: list[int]
 
 
-def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> list[dict[str, Any]]:
+def rows(
+    doses: Doses, *, seed: int = 0, low_regime: float | None = None, resamples: int = 2000
+) -> list[dict[str, Any]]:
     """Every damage, alone and compared, as rows of one long table; `as_table` makes it one.
 
     Damage points up: rise of the loss (nats per token, all tokens alike), drop of the margin (nats), drop of the
@@ -60,7 +62,7 @@ def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> lis
     out (`n_left_out`). Damage by itself is then over what is finite, without an interval.
     """
     damages = [Damage(doses, name) for name in QUANTITIES if name == "loss" or doses.margins]
-    draw(damages, seed)
+    draw(damages, seed=seed, resamples=resamples)
     groups = list(_groups(doses.displacements, low_regime))
     table: list[dict[str, Any]] = []
     for damage in damages:
