@@ -10,12 +10,25 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
-from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
+from lens_geometry.edits import (
+    PRESETS,
+    Batch,
+    Displacements,
+    Perturbation,
+    applied,
+    diagonal,
+    observe,
+    observe_diagonal,
+    perturb,
+    remove_diagonal,
+    scale,
+)
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    DissociationSettings,
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
@@ -30,19 +43,22 @@ from lens_geometry.experiments import (
     basin,
     continuations,
     diagonal_numbers,
+    dissociation,
     evaluate,
     generation_profile,
     head_sweep,
     minimal_pairs,
     mlp_sweep,
+    principal_directions,
     profile,
     scaling_edits,
     scaling_sweep,
     schedule,
+    side_by_side,
     site_table,
     validate,
 )
-from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
+from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
 from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.pair_tokens import tokenize_pairs
@@ -51,9 +67,12 @@ from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "PRESETS",
     "AttentionSettings",
     "BasinSettings",
     "Batch",
+    "Displacements",
+    "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
@@ -62,6 +81,7 @@ __all__ = [
     "Pair",
     "PairSettings",
     "Pairs",
+    "Perturbation",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
@@ -79,6 +99,7 @@ __all__ = [
     "describe",
     "diagonal",
     "diagonal_numbers",
+    "dissociation",
     "edited_lm",
     "evaluate",
     "generation_profile",
@@ -94,13 +115,18 @@ __all__ = [
     "observe_diagonal",
     "pair_accuracy",
     "pair_margins",
+    "perturb",
+    "principal_directions",
     "profile",
     "remove_diagonal",
+    "rescale_by",
+    "rotate_by",
     "scale",
     "scale_components",
     "scaling_edits",
     "scaling_sweep",
     "schedule",
+    "side_by_side",
     "site_table",
     "smallest_operator",
     "tokenize",
