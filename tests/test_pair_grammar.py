@@ -195,7 +195,8 @@ def test_reflexives_agree_with_the_subject_in_the_good_sentence_only(name):
     for pair in load_pairs(name).items:
         (place,) = different_places(pair.good, pair.bad)
         good, bad = words(pair.good)[place], words(pair.bad)[place]
-        subject = words(pair.good)[0] if pair.template == "name" else words(pair.good)[1]
+        (subject,) = (MALE | FEMALE) & set(words(pair.good)[:place])
+        assert words(pair.good).index(subject) > 0
         assert (subject in MALE) != (subject in FEMALE), subject
         own, opposite = ("himself", "herself") if subject in MALE else ("herself", "himself")
         if name == "anaphor-gender":
@@ -274,7 +275,7 @@ DIGESTS = {
     "agreement-relative": "90de9739297b",
     "agreement-attractor": "008c0246b8a1",
     "anaphor-number": "87bed98a4423",
-    "anaphor-gender": "94df6b82d04b",
+    "anaphor-gender": "935e5ddb8977",
     "determiner-noun": "44b1fc56c95b",
     "negative-polarity": "8b885082abf0",
 }
