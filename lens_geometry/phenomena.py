@@ -109,7 +109,7 @@ def anaphor_number(pick: Pick, number: str, gender: str, regular: bool) -> Pair:
 def anaphor_gender(pick: Pick, template: str, gender: str) -> Pair:
     """The boy (or: Yesterday John) saw himself in the mirror, not "herself".
 
-    A name is never the first word: what models make of a first token often has little to do with which one it is.
+    A name is never the first word: the first token has a place of its own, which many edits leave alone.
     """
     verb, rest = pick(REFLEXIVE_PHRASES)
     if template == "name":
