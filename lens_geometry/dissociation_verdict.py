@@ -10,7 +10,7 @@ import pandas as pd
 from lens_geometry.axes import interval, require
 
 COLUMNS = "quantity kind regime displacement seed value low high n_left_out status"
-GROUPS = ("model", "variant", "layers")
+GROUPS = ("model", "variant", "layers", "pairs", "matched")
 REGIMES = ("all", "low", "high")
 SYNTAX = ("margin", "accuracy")
 VERDICTS = ("dissociation", "reversed", "one-sided", "none", "undecided")

@@ -2,6 +2,8 @@
 
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
+from lens_geometry.experiments.calibration import principal_directions
+from lens_geometry.experiments.dissociation import DissociationSettings, dissociation, side_by_side
 from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
@@ -17,6 +19,7 @@ from lens_geometry.experiments.validate import site_table, validate
 __all__ = [
     "AttentionSettings",
     "BasinSettings",
+    "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
@@ -31,15 +34,18 @@ __all__ = [
     "basin",
     "continuations",
     "diagonal_numbers",
+    "dissociation",
     "evaluate",
     "generation_profile",
     "head_sweep",
     "minimal_pairs",
     "mlp_sweep",
+    "principal_directions",
     "profile",
     "scaling_edits",
     "scaling_sweep",
     "schedule",
+    "side_by_side",
     "site_table",
     "validate",
 ]

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from lens_geometry import edits
 from lens_geometry.stats import Floats, two_way_means
 
-KINDS = ("angular", "magnitude")
+KINDS: tuple[str, ...] = edits.KINDS
 QUANTITIES = ("loss", "margin", "accuracy")
-STATUSES = ("ok", "no_effect", "nonfinite", "impossible")  # the worst last
+STATUSES = ("ok", "no_effect", "nonfinite", "impossible", "not_reached")  # the worst last
 
 
 @dataclass(frozen=True)
