@@ -89,6 +89,7 @@ def dissociation_warnings(table: pd.DataFrame) -> list[str]:
     conditions = table[table["kind"].isin(KINDS) & table["seed"].notna()]
     words = {
         "impossible": "were impossible at their displacement and were not run",
+        "not_reached": "never raise the loss as far as they were asked to, and were not run",
         "nonfinite": "have losses or margins that are not finite",
         "no_effect": "changed nothing",
     }
@@ -104,17 +105,16 @@ def dissociation_warnings(table: pd.DataFrame) -> list[str]:
 
 
 def _keys(table: pd.DataFrame) -> list[str]:
-    names = ("model", "variant", "layers", "kind", "displacement", "seed", "status")
+    names = ("model", "variant", "layers", "matched", "kind", "displacement", "seed", "status")
     return [name for name in names if name in table]
 
 
 def _verdicts(table: pd.DataFrame, names: dict[tuple[str, ...], str]) -> Iterator[str]:
     """A row for each variant and quantity: the verdict, its numbers, and the verdicts of both regimes."""
     decided = verdict(table)
-    by = [name for name in ("model", "variant", "layers") if name in decided]
     rows = []
-    for part, name in names.items():
-        own = decided[(decided[by].astype(str) == list(part)).all(axis=1)] if by else decided
+    for part, own in groups(decided).items():
+        name = names[part]
         for quantity, found in own.groupby("quantity", sort=False):
             regimes = {row["regime"]: row for row in found.to_dict("records")}
             whole = regimes["all"]
