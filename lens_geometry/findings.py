@@ -150,6 +150,8 @@ def strength_sentence(table: pd.DataFrame) -> str:
 
 def dissociation_sentence(table: pd.DataFrame) -> str:
     """The verdict on direction against magnitude, with its numbers; of many variants only which has which."""
+    if "matched" in table and (table["matched"] == "displacement").any():
+        table = table[table["matched"] == "displacement"]
     decided = verdict(table)
     rows = decided[decided["regime"] == "all"]
     rows = rows[rows["quantity"] == rows["quantity"].iloc[0]]
