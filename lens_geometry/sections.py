@@ -16,6 +16,7 @@ from lens_geometry.dissociation_sections import dissociation_section, dissociati
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
 from lens_geometry.pair_sections import pairs_section
+from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -34,6 +35,7 @@ TITLES = {
     "evaluate": "Downstream tasks",
     "minimal_pairs": "Minimal pairs",
     "dissociation": "Direction against magnitude",
+    "pathway_repair": "Pathway repair",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -272,6 +274,7 @@ SECTIONS = {
     "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
     "minimal_pairs": pairs_section,
     "dissociation": dissociation_section,
+    "pathway_repair": repair_section,
 }
 
 

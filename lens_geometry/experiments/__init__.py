@@ -10,6 +10,8 @@ from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
+from lens_geometry.experiments.pathway_plan import PathwaySettings
+from lens_geometry.experiments.pathways import pathway_repair
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
 from lens_geometry.experiments.schedule import ScheduleSettings, schedule
@@ -25,6 +27,7 @@ __all__ = [
     "HeadSettings",
     "MlpSettings",
     "PairSettings",
+    "PathwaySettings",
     "ProfileSettings",
     "ScalingSettings",
     "ScheduleSettings",
@@ -40,6 +43,7 @@ __all__ = [
     "head_sweep",
     "minimal_pairs",
     "mlp_sweep",
+    "pathway_repair",
     "principal_directions",
     "profile",
     "scaling_edits",
