@@ -1,0 +1,292 @@
+"""What carries a push to the output? Attention, streams and branches of a perturbed run beside those of the clean one.
+
+Two questions of the double dissociation are asked here. Do the pushes of several layers add up, or do they cancel like
+a random walk, and is that the pushes' doing or the layers'? And how much of the damage, over sequences and seeds, goes
+with the change of each mediator? That is correlation; what a pathway causes is seen by repairing it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lens_geometry.anatomy import at_rest, attached, inspect
+from lens_geometry.data import Tokens
+from lens_geometry.edits import KINDS, PRESETS, Batch, Kind, Perturbation, Unit, applied, perturb
+from lens_geometry.edits.mediating import MediatorReader, Tally
+from lens_geometry.errors import DataError, DisplacementError, GeometryError, ModelError, SiteError
+from lens_geometry.experiments.mediator_rows import SHARES, Measured, Pushed, as_table, rows
+from lens_geometry.journal import Journal
+from lens_geometry.metrics import SequenceLosses, sequence_losses
+from lens_geometry.results import Result
+from lens_geometry.runner import (
+    RunSettings,
+    at_least,
+    bar,
+    batches,
+    check_effects,
+    identity_of_run,
+    prepare,
+    provenance,
+)
+from lens_geometry.sites import choose_layers, token_mask
+
+VARIANTS = {
+    **PRESETS,
+    "shared": Perturbation(noise="shared"),
+    "fixed": Perturbation(signs="fixed"),
+}
+"""Ways of pushing by name: the presets of `perturb`, and each switch that makes pushes add up by itself."""
+
+
+@dataclass(frozen=True)
+class MediatorSettings(RunSettings):
+    """Settings of `mediators`.
+
+    Attributes:
+        layers: which layers are perturbed, all at once: "middle" (the middle third), "all", "4", "1-", "4-11", "0,3,6".
+        kinds: "angular", "magnitude" or both.
+        displacements: how far each token is moved in each of these layers.
+        unit: of the displacements, "relative" to each token's norm or "absolute".
+        variants: how tokens are moved: "default" (fresh noise for each layer, as published), "as_run" (what the published
+            code did: noise shared by layers and sequences), "shared" (the default with shared noise), "fixed" (the
+            default with signs that stay the same over layers).
+        seeds: how many seeds of the noise, from `seed` on.
+        exclude_positions: token positions left out of all means; 0 is a massive activation in many models.
+    """
+
+    layers: str = "middle"
+    kinds: tuple[Kind, ...] = KINDS
+    displacements: tuple[float, ...] = (0.1,)
+    unit: Unit = "relative"
+    variants: tuple[str, ...] = ("default", "as_run")
+    seeds: int = 3
+    exclude_positions: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, seeds=1)
+        for name, known in (("variants", tuple(VARIANTS)), ("kinds", KINDS)):
+            chosen = getattr(self, name)
+            if not isinstance(chosen, tuple | list) or not chosen or set(chosen) - set(known):
+                raise GeometryError(f"{name} is {chosen!r}", cure=f"give a tuple of one or more of {', '.join(known)}")
+        distances = self.displacements
+        usable = isinstance(distances, tuple | list) and all(isinstance(d, float | int) and d > 0 for d in distances)
+        if not usable or not distances:
+            raise DataError(f"displacements is {distances!r}", cure="give a tuple of numbers above 0, such as (0.1,)")
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One perturbation with one seed."""
+
+    variant: str
+    kind: Kind
+    displacement: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.variant} {self.kind} {self.displacement!r} seed {self.seed}"
+
+
+def mediators(
+    model: Any, data: Any, settings: MediatorSettings | None = None, *, out: Path | str | None = None, **changes: Any
+) -> Result:
+    """Perturb layers of the stream, and measure in every layer what may carry that to the loss.
+
+    See `MediatorReader` for the mediators: the attention's entropy, its alignment of queries with keys and its weight
+    on position 0; the stream's displacement, angle and norm, and the displacement of what attention and MLP add, all
+    against the clean run at the same token.
+
+    Args:
+        model: any TransformerLens model. Nothing but the stream is edited, so that models whose attention pattern
+            cannot be edited are measured too; what a model does not show is left out and named.
+        data: a Text, a string, a list of strings, or token ids [sequence, pos].
+        settings: see `MediatorSettings`; `changes` override single fields.
+        out: a directory for the journal: the same call started again goes on where it was.
+
+    Returns:
+        A Result with one long table. `seed` is missing where all seeds are pooled. By `measure`:
+
+        - "mean": a mediator over tokens, by `layer`: the stream as that layer reads it (after its push), and in one
+          last layer, numbered n_layers, the stream that leaves the model. `value`, the `clean` run's, their `change`;
+          `growth` and `growth_of_pushes` are root mean squares, in units of one push, after `pushes` of them.
+        - "growth_exponent": p of size ~ n^p after n pushes: 1 where they add up, 0.5 for a random walk. `growth` is of
+          the stream, `growth_of_pushes` of the sum of the pushes alone: where the first is higher, layers amplify.
+        - "explained", "explained_in_rank", "explained_beyond": the share of the variance of the loss change, over
+          sequences and seeds (`n_points`), that goes with the mediator's change: R^2 of a straight line, squared
+          Spearman correlation, and R^2 gained beside the stream's relative displacement. The change is the mean over
+          tokens and over layers from the first push on. Chance alone gives about 1 / (n_points - 1). With fewer than
+          10 points there is none, and the status is "few_points".
+
+        Intervals are 95 % by bootstrap over sequences, and over seeds where they are pooled (not for shares). `status`
+        is "ok", "nonfinite", "no_effect" or "impossible" (a token cannot be moved so far).
+
+    Raises:
+        ModelError, DataError, SiteError, GeometryError for what cannot be used; HookError when a push does not reach the
+        output; ResultError when the journal is of something else.
+    """
+    settings, started = replace(settings or MediatorSettings(), **changes), time.monotonic()
+    tokens = prepare(model, data, settings)
+    layers = pushed_layers(settings.layers, inspect(model).n_layers)
+    scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
+    if not scored.any():
+        raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
+    check_effects(model, ("resid",), layers[:1])
+    reader = MediatorReader(model)
+    cells = list(_cells(settings))
+    journal = Journal(
+        None if out is None else Path(out) / "journal.jsonl",
+        {} if out is None else {"experiment": "mediators", **identity_of_run(model, tokens, settings)},
+    )
+    _run(model, tokens, cells, layers, scored, reader, journal, settings)
+    left_out = reader.left_out()
+    table = _table(journal, cells, layers, len(tokens.ids), settings)
+    if len(layers) < 2:
+        left_out.append("one layer is perturbed, so that nothing can be said of how displacements grow")
+    few = table["status"] == "few_points"
+    if few.any():
+        left_out.append(f"{table.loc[few, 'n_points'].max()} points (sequences x seeds) are too few for explained shares")
+    for warning in left_out:
+        warnings.warn(warning, stacklevel=2)
+    meta = provenance(
+        model,
+        tokens,
+        settings,
+        started=started,
+        token_mask="losses of real tokens; mediators of real tokens (attention by query), positions "
+        f"{list(settings.exclude_positions)} left out; position 0 is not perturbed",
+        counts=_counts(table),
+        perturbed_layers=list(layers),
+    )
+    meta["warnings"] += left_out
+    return Result("mediators", table, meta)
+
+
+def pushed_layers(layers: str, n_layers: int) -> tuple[int, ...]:
+    """Layer numbers of "middle", from a third to two thirds of the depth, or of what `choose_layers` knows."""
+    if layers == "middle":
+        return tuple(range(n_layers // 3, max(n_layers // 3 + 1, -(-2 * n_layers // 3))))
+    return choose_layers(layers, n_layers)
+
+
+def _cells(settings: MediatorSettings) -> Iterator[_Cell]:
+    for variant in dict.fromkeys(settings.variants):
+        for kind in dict.fromkeys(settings.kinds):
+            for displacement in dict.fromkeys(map(float, settings.displacements)):
+                for number in range(settings.seeds):
+                    yield _Cell(variant, kind, displacement, settings.seed + number)
+
+
+def _run(
+    model: Any,
+    tokens: Tokens,
+    cells: list[_Cell],
+    layers: tuple[int, ...],
+    scored: Any,
+    reader: MediatorReader,
+    journal: Journal,
+    settings: MediatorSettings,
+) -> None:
+    """Every batch clean, then under each perturbation; each sequence goes to the journal as soon as it is measured."""
+    batch = Batch()
+    numbers = [*range(len(tokens.ids))] if tokens.noise_ids is None else [*tokens.noise_ids]
+    hooks = {
+        cell: perturb(
+            model,
+            cell.kind,
+            cell.displacement,
+            VARIANTS[cell.variant],
+            layers=layers,
+            unit=settings.unit,
+            seed=cell.seed,
+            batch=batch,
+            record=reader.record,
+        )
+        for cell in cells
+    }
+    total = (1 + len(cells)) * -(-len(tokens.ids) // settings.batch_size)
+    with at_rest(model), bar(total, "mediators", settings.progress) as progress:
+        for chosen, ids, mask in batches(model, tokens, settings.batch_size):
+            measured = scored[chosen.start : chosen.stop]
+            counted = None if tokens.scored is None else tokens.scored[chosen.start : chosen.stop]
+            batch.ids, batch.real = numbers[chosen.start : chosen.stop], mask
+            tally = reader.start(measured)
+            with attached(model, reader.keep()):
+                losses = sequence_losses(model, ids, mask, counted)
+            if losses.nonfinite.any():
+                raise ModelError(
+                    f"the unedited model gives losses that are not finite in sequences {chosen.start} to {chosen.stop - 1}",
+                    cure="check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
+                )
+            for place, sequence in enumerate(chosen):
+                _keep(journal, f"base #{sequence}", losses, tally, place)
+            progress.update()
+            for cell in cells:
+                if not all(_done(journal, cell, sequence) for sequence in chosen):
+                    progress.set_postfix_str(cell.key, refresh=False)
+                    tally = reader.start(measured)
+                    try:
+                        with applied(model, [*hooks[cell], *reader.compare()], require_change=False):
+                            losses = sequence_losses(model, ids, mask, counted)
+                        for place, sequence in enumerate(chosen):
+                            _keep(journal, f"{cell.key} #{sequence}", losses, tally, place)
+                    except DisplacementError as error:
+                        lost = SequenceLosses(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
+                        journal.add(f"{cell.key} impossible", lost, {"impossible": str(error)})
+                progress.update()
+
+
+def _done(journal: Journal, cell: _Cell, sequence: int) -> bool:
+    return f"{cell.key} impossible" in journal.losses or f"{cell.key} #{sequence}" in journal.losses
+
+
+def _keep(journal: Journal, key: str, losses: SequenceLosses, tally: Tally, place: int) -> None:
+    """One sequence into the journal; what is there already must be the same again if nothing was edited."""
+    own = SequenceLosses(*(array[place : place + 1] for array in losses))
+    if key not in journal.losses:
+        found = {"sums": tally.sums[place].tolist(), "counts": tally.counts[place].tolist()}
+        journal.add(key, own, found)
+    elif key.startswith("base "):
+        journal.check_same(journal.losses[key], own)
+
+
+def _table(
+    journal: Journal, cells: list[_Cell], layers: tuple[int, ...], n_sequences: int, settings: MediatorSettings
+) -> pd.DataFrame:
+    clean = _measured(journal, "base", n_sequences)
+    groups: dict[tuple[Any, ...], list[_Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.variant, cell.kind, cell.displacement), []).append(cell)
+    found = []
+    for (variant, kind, displacement), some in groups.items():
+        about = {"variant": variant, "kind": kind, "displacement": displacement, "unit": settings.unit}
+        runs = tuple(
+            None if f"{cell.key} impossible" in journal.losses else _measured(journal, cell.key, n_sequences)
+            for cell in some
+        )
+        found += rows(Pushed(about, layers, tuple(cell.seed for cell in some), runs), clean, seed=settings.seed)
+    return as_table(found)
+
+
+def _measured(journal: Journal, key: str, n_sequences: int) -> Measured:
+    keys = [f"{key} #{sequence}" for sequence in range(n_sequences)]
+    losses = SequenceLosses(*map(np.concatenate, zip(*(journal.losses[name] for name in keys), strict=True)))
+    sums, counts = (np.array([journal.measured[name][what] for name in keys], float) for what in ("sums", "counts"))
+    return Measured(sums, counts, losses)
+
+
+def _counts(table: pd.DataFrame) -> dict[str, int]:
+    """How many perturbed runs there were, and how many of them were not as they should be."""
+    runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
+    shares = table[table["measure"].isin(SHARES)]
+    lost = {f"{status}_conditions": int((runs["status"] == status).sum()) for status in ("nonfinite", "no_effect", "impossible")}
+    return {"conditions": len(runs), **lost, "shares_of_few_points": int((shares["status"] == "few_points").sum())}
