@@ -10,7 +10,19 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
-from lens_geometry.edits import Batch, applied, diagonal, observe, observe_diagonal, remove_diagonal, scale
+from lens_geometry.edits import (
+    PRESETS,
+    Batch,
+    Displacements,
+    Perturbation,
+    applied,
+    diagonal,
+    observe,
+    observe_diagonal,
+    perturb,
+    remove_diagonal,
+    scale,
+)
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
@@ -40,20 +52,23 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
-from lens_geometry.geometry import decompose, measure, scale_components, smallest_operator
+from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
 __all__ = [
+    "PRESETS",
     "AttentionSettings",
     "BasinSettings",
     "Batch",
+    "Displacements",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
     "LensGeometryError",
     "MlpSettings",
+    "Perturbation",
     "ProfileSettings",
     "Result",
     "ScalingSettings",
@@ -82,8 +97,11 @@ __all__ = [
     "mlp_sweep",
     "observe",
     "observe_diagonal",
+    "perturb",
     "profile",
     "remove_diagonal",
+    "rescale_by",
+    "rotate_by",
     "scale",
     "scale_components",
     "scaling_edits",

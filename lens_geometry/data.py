@@ -30,7 +30,7 @@ from lens_geometry.arrangements import (
 )
 from lens_geometry.errors import DataError
 from lens_geometry.text import BUNDLED, Text, is_text_name, load_text
-from lens_geometry.token_checks import check_ids, check_mask, check_scored
+from lens_geometry.token_checks import check_ids, check_mask, check_noise_ids, check_scored
 
 __all__ = ["BUNDLED", "Text", "Tokens", "load_text", "tokenize"]
 
@@ -46,12 +46,14 @@ class Tokens:
     `meta["tokens_sha256"]` is over the ids as little-endian int64 in row order, padding included.
     `scored` is True for the tokens whose losses count and whose activations are profiled, among the real ones; None
     for all of them. `meta["scored"]` says which they are in words, and `meta["scored_sha256"]` is over their bytes.
+    `noise_ids` are the sequences' numbers for noise: rows with one number get the same; None numbers them by row.
     """
 
     ids: Int[Tensor, "sequence pos"]
     mask: Bool[Tensor, "sequence pos"]
     meta: dict[str, Any]
     scored: Bool[Tensor, "sequence pos"] | None = None
+    noise_ids: tuple[int, ...] | None = None
 
     @property
     def counted(self) -> Bool[Tensor, "sequence pos"]:
@@ -61,7 +63,8 @@ class Tokens:
     def take(self, rows: slice) -> Tokens:
         """Some of the sequences. The provenance stays that of all."""
         scored = None if self.scored is None else self.scored[rows]
-        return replace(self, ids=self.ids[rows], mask=self.mask[rows], scored=scored)
+        numbers = None if self.noise_ids is None else self.noise_ids[rows]
+        return replace(self, ids=self.ids[rows], mask=self.mask[rows], scored=scored, noise_ids=numbers)
 
 
 def tokenize(
@@ -109,6 +112,7 @@ def tokenize(
         check_ids(model, data.ids)
         check_mask(data.ids, data.mask)
         check_scored(data.ids, data.mask, data.scored)
+        check_noise_ids(data.ids, data.noise_ids)
         return replace(data, meta=_meta_of_given(data))
     if isinstance(data, Tensor):
         if prepend_bos:

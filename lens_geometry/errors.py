@@ -24,6 +24,10 @@ class GeometryError(LensGeometryError):
     """Tensors that cannot be decomposed: shapes, dtypes, non-finite values."""
 
 
+class DisplacementError(GeometryError):
+    """A hidden state that no vector of its length (or direction) is as far away from as asked."""
+
+
 class SiteError(LensGeometryError):
     """A site that this model, layer or head does not have, or where it is not what its name says."""
 

@@ -268,6 +268,85 @@ def matched_direction(
     return cosine.unsqueeze(-1) * along + sine.unsqueeze(-1) * aside
 
 
+def rotate_by(
+    h: Float[Tensor, "*batch d"], direction: Float[Tensor, "*batch d"], distance: float | Float[Tensor, "*#batch"]
+) -> Float[Tensor, "*batch d"]:
+    """Turn a vector towards a direction until it has moved by `distance`; its length stays.
+
+        h' = |h| (cos t h/|h| + sin t v)        t = arccos(1 - distance^2 / (2 |h|^2))
+
+    v is the unit vector along the direction's part orthogonal to h. The result has the dtype of h.
+
+    >>> rotate_by(torch.tensor([3.0, 0.0]), torch.tensor([5.0, 1.0]), 18**0.5).round(decimals=4).tolist()
+    [0.0, 3.0]
+
+    Raises GeometryError where no vector of that length is so far away (distance > 2 |h|) or the direction has no part
+    orthogonal to h, and as `decompose` does. Source: "Disentangling Direction and Magnitude in Transformer
+    Representations" (arXiv 2602.11169).
+    """
+    change = rotation_change(h, direction, distance)
+    if not change.isfinite().all():
+        raise GeometryError(
+            "the vector cannot be turned so far: the distance is more than twice its length, or the direction lies "
+            "along it",
+            cure="choose a shorter distance, or another direction",
+        )
+    return (h.to(change.dtype) + change).to(h.dtype)
+
+
+def rotation_change(
+    h: Float[Tensor, "*batch d"], direction: Float[Tensor, "*batch d"], distance: float | Float[Tensor, "*#batch"]
+) -> Float[Tensor, "*batch d"]:
+    """What `rotate_by` adds, in float32 (float64 for float64 input); NaN where it is impossible.
+
+        h' - h = -(c^2 / 2) h + distance sqrt(1 - c^2 / 4) v        c = distance / |h|
+
+    Written like this no digit is lost to cos t near 1. Exactly zero at distance 0.
+    Raises GeometryError as `decompose` does.
+    """
+    _, near_one, scale = _prepare(direction, h)
+    aside = _prepare(h, direction)[1].to(near_one.dtype)
+    along, size = _unit(near_one), _norm(aside)
+    for _ in range(2):  # the second time takes away what rounding left of the first
+        aside = aside - _dot(aside, along) * along
+        lost = _norm(aside) <= 8 * torch.finfo(aside.dtype).eps * size  # nothing but rounding is orthogonal to h
+        aside = (aside / _norm(aside)).masked_fill(lost, torch.nan)
+        size = torch.ones_like(size)
+    d = torch.as_tensor(_column(distance, aside), dtype=aside.dtype, device=aside.device)
+    share = d * scale / _norm(near_one)
+    change: Tensor = (-share * d / 2) * along + (d * (1 - share.square() / 4).sqrt()) * aside
+    return torch.where(d == 0, torch.zeros_like(change), change)
+
+
+def rescale_by(h: Float[Tensor, "*batch d"], distance: float | Float[Tensor, "*#batch"]) -> Float[Tensor, "*batch d"]:
+    """Make a vector longer by `distance`, or shorter where it is negative; its direction stays.
+
+        h' = (1 + distance / |h|) h
+
+    At -|h| nothing is left of it; beyond, its direction is turned round. The result has the dtype of h.
+
+    >>> rescale_by(torch.tensor([3.0, 4.0]), -2.5).tolist()
+    [1.5, 2.0]
+
+    Raises GeometryError for a zero vector, which has no direction to be longer in (a distance of 0 leaves it).
+    Source: as for `rotate_by`.
+    """
+    change = rescaling_change(h, distance)
+    if not change.isfinite().all():
+        raise GeometryError("a zero vector has no direction to grow in", cure="leave zero vectors out")
+    return (h.to(change.dtype) + change).to(h.dtype)
+
+
+def rescaling_change(
+    h: Float[Tensor, "*batch d"], distance: float | Float[Tensor, "*#batch"]
+) -> Float[Tensor, "*batch d"]:
+    """What `rescale_by` adds, in float32 (float64 for float64 input); NaN where it is impossible."""
+    _, near_one, _ = _prepare(h, h)
+    d, length = _column(distance, near_one), _norm(near_one)
+    change: Tensor = d * (near_one / length)
+    return torch.where(torch.as_tensor(d == 0, device=change.device), torch.zeros_like(change), change)
+
+
 def sum_error(parts: Sequence[Tensor], whole: Tensor) -> float:
     """How far parts are from adding up: max over tokens of |sum of parts - whole| / the largest norm among them.
 

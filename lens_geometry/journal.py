@@ -22,6 +22,7 @@ class Journal:
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self.path, self.losses = path, dict[str, SequenceLosses]()
+        self.measured: dict[str, dict[str, Any]] = {}  # what else was seen of a condition
         if path is None:
             return
         head = json.dumps(jsonable(about), sort_keys=True)
@@ -30,10 +31,13 @@ class Journal:
         else:
             self._write(head + "\n", "wb")
 
-    def add(self, key: str, losses: SequenceLosses) -> None:
+    def add(self, key: str, losses: SequenceLosses, measured: dict[str, Any] | None = None) -> None:
         self.losses[key] = losses
+        if measured:
+            self.measured[key] = measured
         if self.path is not None:
-            line = {"key": key, **{name: array.tolist() for name, array in losses._asdict().items()}}
+            line: dict[str, Any] = {name: array.tolist() for name, array in losses._asdict().items()}
+            line = {"key": key, **line, **({"measured": measured} if measured else {})}
             self._write(json.dumps(line) + "\n", "ab")
 
     def check_same(self, before: SequenceLosses, now: SequenceLosses) -> None:
@@ -79,6 +83,7 @@ class Journal:
                 cure=cure,
             )
         self.losses.update(losses)
+        self.measured.update({line["key"]: line["measured"] for line in found if "measured" in line})
         if len(whole) < len(text):  # killed while writing the last line
             with path.open("r+b") as file:
                 file.truncate(len(whole))

@@ -21,7 +21,7 @@ from lens_geometry import models
 from lens_geometry.anatomy import at_rest, attached, carried_hooks, inspect, probe_tokens
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits import Batch, Hooks, applied
-from lens_geometry.errors import DataError, HookError, ModelError
+from lens_geometry.errors import DataError, DisplacementError, HookError, ModelError
 from lens_geometry.journal import Journal
 from lens_geometry.metrics import SequenceLosses, sequence_losses
 from lens_geometry.prefix import Streams, starting_at
@@ -70,11 +70,13 @@ class Condition:
     `first_layer` is the first layer that the edit touches or reads: what comes before is not computed again.
     With several keys, as many edits are run side by side: each batch holds every sequence once for each of them, first
     all sequences for the first key, and the hooks tell the rows apart.
+    `measured` is called when the condition has run, and says what was seen of it: plain numbers and texts.
     """
 
     key: str | tuple[str, ...]
     hooks: Callable[[Batch], Hooks]
     first_layer: int = 0
+    measured: Callable[[], dict[str, Any]] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -141,8 +143,12 @@ def run_conditions(
     *,
     journal: Path | None = None,
     about: dict[str, Any] | None = None,
+    measured: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, SequenceLosses]:
     """Losses of every sequence without edits (key "base") and under each condition.
+
+    What conditions have `measured` is put into `measured`, by key. A condition that raises a DisplacementError is
+    finished too: all its losses count as not finite, and `measured` has the error's text under "impossible".
 
     With a `journal`, each finished condition is written to it at once, and those that are in it are not
     run again; `about` says what the numbers depend on, and a journal of something else is refused.
@@ -155,6 +161,7 @@ def run_conditions(
     todo = [condition for condition in todo if not {*condition.keys} <= done.losses.keys()]
     sizes = [max(1, settings.batch_size // len(condition.keys)) for condition in todo]
     steps = sum(-(-len(tokens.ids) // size) for size in sizes)
+    numbers = [*range(len(tokens.ids))] if tokens.noise_ids is None else [*tokens.noise_ids]
     streams = Streams(model, tokens, [condition.first_layer for condition in todo])
     with at_rest(model), bar(steps, "conditions", settings.progress) as progress:
         for condition, size in zip(todo, sizes, strict=True):
@@ -163,16 +170,23 @@ def run_conditions(
             base = condition.key == "base"
             start = streams.nearest(condition.first_layer)
             hooks = streams.keepers() if base else condition.hooks(batch)
-            with (
-                starting_at(model, start) as shortcut,
-                applied(model, hooks, require_change=False),  # no effect is a finding of the table
-            ):
-                for rows, ids, mask in batches(model, tokens, size):
-                    streams.rows, batch.ids = rows, [*rows] * copies
-                    shortcut.stream = streams.of(start, rows, copies)
-                    scored = None if tokens.scored is None else tokens.scored[rows.start : rows.stop].repeat(copies, 1)
-                    found.append(sequence_losses(model, ids.repeat(copies, 1), mask.repeat(copies, 1), scored))
-                    progress.update()
+            impossible = ""
+            try:
+                with (
+                    starting_at(model, start) as shortcut,
+                    applied(model, hooks, require_change=False),  # no effect is a finding of the table
+                ):
+                    for rows, ids, mask in batches(model, tokens, size):
+                        streams.rows = rows
+                        batch.ids, batch.real = numbers[rows.start : rows.stop] * copies, mask.repeat(copies, 1)
+                        shortcut.stream = streams.of(start, rows, copies)
+                        scored = tokens.scored
+                        scored = None if scored is None else scored[rows.start : rows.stop].repeat(copies, 1)
+                        found.append(sequence_losses(model, ids.repeat(copies, 1), batch.real, scored))
+                        progress.update()
+            except DisplacementError as error:
+                impossible, found = str(error), [_lost(done.losses["base"], copies)]
+            seen = {"impossible": impossible} if impossible else condition.measured() if condition.measured else {}
             for number, key in enumerate(condition.keys):
                 losses = SequenceLosses(*map(np.concatenate, zip(*_copies(found, copies, number), strict=True)))
                 if base and losses.nonfinite.any():
@@ -181,8 +195,16 @@ def run_conditions(
                     done.check_same(before, losses)
                     done.losses["base"] = before
                 elif key not in done.losses:
-                    done.add(key, losses)
+                    done.add(key, losses, seen)
+    if measured is not None:
+        measured.update(done.measured)
     return done.losses
+
+
+def _lost(base: SequenceLosses, copies: int) -> SequenceLosses:
+    """The losses of a condition that could not be run: none is finite."""
+    counts = np.tile(base.counts, copies)
+    return SequenceLosses(np.zeros(len(counts)), counts, counts)
 
 
 def _copies(found: list[SequenceLosses], copies: int, number: int) -> list[SequenceLosses]:

@@ -61,3 +61,10 @@ def check_scored(ids: Tensor, mask: Tensor, scored: Tensor | None) -> None:
             where=place,
             cure="leave such sequences out, or score more tokens",
         )
+
+
+def check_noise_ids(ids: Tensor, numbers: tuple[int, ...] | None) -> None:
+    """Raise DataError unless there is a number for every sequence."""
+    if numbers is not None and len(numbers) != len(ids):
+        problem = f"there are {len(numbers)} noise_ids for {len(ids)} sequences"
+        raise DataError(problem, cure="give one number for each sequence, or None")

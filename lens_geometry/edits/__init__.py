@@ -12,27 +12,36 @@ Hooks run in list order, so an edit sees what earlier edits in the list have don
 
 from lens_geometry.edits.applied import applied
 from lens_geometry.edits.diagonal import DIAGONAL_SITES, DiagonalSite, diagonal, observe_diagonal
+from lens_geometry.edits.displacements import Displacements
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
+from lens_geometry.edits.perturbing import KINDS, PRESETS, Kind, Perturbation, Unit, perturb
 from lens_geometry.edits.removal import remove_diagonal
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 
 __all__ = [
     "CONTROLS",
     "DIAGONAL_SITES",
+    "KINDS",
+    "PRESETS",
     "WHEN",
     "Batch",
     "Control",
     "DiagonalSite",
+    "Displacements",
     "HookFn",
     "Hooks",
+    "Kind",
+    "Perturbation",
     "Scale",
+    "Unit",
     "When",
     "applied",
     "diagonal",
     "observe",
     "observe_diagonal",
+    "perturb",
     "remove_diagonal",
     "scale",
 ]

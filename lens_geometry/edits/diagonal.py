@@ -17,32 +17,28 @@ or float16 A_tt itself is rounded, which the edit of hook_z is spared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from lens_geometry.anatomy import Anatomy, n_groups
 from lens_geometry.edits.hooks import Collector, Hooks, tag
-from lens_geometry.edits.noise import Batch
+from lens_geometry.edits.layer_edit import Heads, Layers, Positions, layer_edits
 from lens_geometry.edits.reach import require_map
-from lens_geometry.edits.scaling import LayerEdit, Scale, checked_scale
+from lens_geometry.edits.scaling import Scale, ScaledEdit, checked_scale, scale_values
 from lens_geometry.errors import HookError, SiteError
 from lens_geometry.geometry import diagonal_change, message_change
 from lens_geometry.sites import (
-    HOOKS,
     Activations,
     Grouping,
     Site,
-    choose_heads,
     expand_kv,
     group_heads,
-    indices,
     self_weight,
     ungroup_heads,
 )
@@ -51,10 +47,7 @@ from lens_geometry.weights import attention_output
 DiagonalSite = Literal["value", "value_excl_self", "attn", "attn_per_head"]
 DIAGONAL_SITES: tuple[DiagonalSite, ...] = get_args(DiagonalSite)
 
-Which = int | slice | Iterable[int] | None
-Positions = int | slice | Iterable[int] | Bool[Tensor, "batch pos"] | None
 DiagonalVisit = Callable[[int, Tensor, Tensor], None]
-Edit = TypeVar("Edit", bound=LayerEdit)
 
 
 def diagonal(
@@ -62,8 +55,8 @@ def diagonal(
     site: str,
     *,
     parallel: Scale = 1.0,
-    layers: Which = None,
-    heads: Which = None,
+    layers: Layers = None,
+    heads: Heads = None,
     positions: Positions = None,
     grouping: Grouping = "each",
 ) -> Hooks:
@@ -93,7 +86,7 @@ def observe_diagonal(
     visit: DiagonalVisit,
     *,
     parallel: Scale = 0.0,
-    layers: Which = None,
+    layers: Layers = None,
     grouping: Grouping = "each",
 ) -> Hooks:
     """Hooks that call `visit(layer, weight, change)` for what `diagonal` would do, and change nothing.
@@ -121,39 +114,10 @@ def _edits(
         raise SiteError(f"the diagonal form of {site!r} has no head groups", cure="leave grouping out")
     anatomy, chosen = require_map(model, layers, output=residual)
     scale = checked_scale(parallel, anatomy.n_layers, form)
-    make = partial(_DiagonalEdit, output=partial(attention_output, model) if residual else None)
-    return layer_edits(make, model, anatomy, chosen, form, scale, heads, positions, grouping)
-
-
-def layer_edits(
-    make: Callable[..., Edit],
-    model: Any,
-    anatomy: Anatomy,
-    layers: tuple[int, ...],
-    form: Site,
-    parallel: Scale,
-    heads: Any,
-    positions: Any,
-    grouping: Grouping,
-) -> list[Edit]:
-    """One edit of the map per layer, made from what they have in common."""
-    if heads is not None and not isinstance(heads, slice):
-        heads = indices(heads, "head", "give a slice or whole numbers")
-    mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
-    if positions is not None and not mask and not isinstance(positions, slice):
-        positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
-    common = dict(
-        model=model, site=form, target=form.target, parallel=parallel, perpendicular=1.0, positions=positions,
-        grouping=grouping, control="none", seed=0, batch=Batch(), when="always",
-    )  # fmt: skip
-    edits = []
-    for layer in layers:
-        facts = anatomy.layers[layer]
-        groups = n_groups(facts, grouping)
-        chosen = None if heads is None else choose_heads(heads, groups)
-        where = HOOKS[form.target].format(layer)
-        edits.append(make(layer=layer, where=where, facts=facts, heads=chosen, **common))
-    return edits
+    make = partial(
+        _DiagonalEdit, parallel=scale, perpendicular=1.0, output=partial(attention_output, model) if residual else None
+    )
+    return layer_edits(make, model, anatomy, chosen, form, heads=heads, positions=positions, grouping=grouping)
 
 
 def _aggregate(acts: Activations) -> tuple[Tensor, Tensor]:
@@ -186,7 +150,7 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class _DiagonalEdit(LayerEdit):
+class _DiagonalEdit(ScaledEdit):
     """How the diagonal of one layer's map is edited. `output` gives W_O and b_O of a layer, where they are needed."""
 
     output: Callable[[int], tuple[Tensor, Tensor | None]] | None
@@ -196,12 +160,12 @@ class _DiagonalEdit(LayerEdit):
 
         def watch(tensor: Tensor, hook: Any) -> None:
             weight = self_weight(tensor).squeeze(-1)
-            visit(self.layer, weight, self.change(collector.take("pattern", tensor)))
+            visit(self.layer, weight, self.weight_change(collector.take("pattern", tensor)))
 
         return [*collector.readers(), (self.where, tag(watch, collector))]
 
     def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
-        change = self.change(acts)
+        change = self.weight_change(acts)
         finite = change.isfinite()
         if self.output is not None and not finite.all():
             raise HookError(
@@ -214,7 +178,7 @@ class _DiagonalEdit(LayerEdit):
         diagonal = torch.diag_embed(rearrange(change, "batch pos head -> batch head pos"))
         return (tensor.to(working) + diagonal).to(tensor.dtype)
 
-    def change(self, acts: dict[str, Tensor]) -> Float[Tensor, "batch pos head"]:
+    def weight_change(self, acts: dict[str, Tensor]) -> Float[Tensor, "batch pos head"]:
         """What is added to A_tt, zero outside the chosen heads and positions; one head at the layer level."""
         n_heads, queries, keys = acts["pattern"].shape[1:]
         if queries != keys:
@@ -226,10 +190,10 @@ class _DiagonalEdit(LayerEdit):
             )
         update, reference = self.site.vectors(acts)
         if self.output is not None:
-            return self._selected(self._residual_change(update, reference, acts).unsqueeze(-1)).squeeze(-1)
+            return self.selected(self._residual_change(update, reference, acts).unsqueeze(-1)).squeeze(-1)
         update, reference = (group_heads(x, self.grouping, self.facts.n_kv_heads) for x in (update, reference))
-        grouped = diagonal_change(update, reference, self._scale(self.parallel, update, acts))
-        chosen = self._selected(grouped.unsqueeze(-1))
+        grouped = diagonal_change(update, reference, scale_values(self, self.parallel, update, acts))
+        chosen = self.selected(grouped.unsqueeze(-1))
         return ungroup_heads(chosen.expand(-1, -1, -1, n_heads // chosen.shape[2]), n_heads).squeeze(-1)
 
     def _residual_change(self, o: Tensor, v: Tensor, acts: dict[str, Tensor]) -> Float[Tensor, "batch pos head"]:
@@ -239,7 +203,7 @@ class _DiagonalEdit(LayerEdit):
         assert w_o is not None
         if self.site.has_heads:  # <W_O o, h> = <o, W_O^T h>, head by head
             pulled = torch.einsum("hdm,bpm->bphd", w_o, h)
-            return message_change(o, pulled, v, self._scale(self.parallel, o, acts))
+            return message_change(o, pulled, v, scale_values(self, self.parallel, o, acts))
         y, message = (torch.einsum("bphd,hdm->bpm", x, w_o) for x in (o, v))
         y = y if b_o is None else y + b_o
-        return message_change(y, h, message, self._scale(self.parallel, y, acts)).unsqueeze(-1)
+        return message_change(y, h, message, scale_values(self, self.parallel, y, acts)).unsqueeze(-1)

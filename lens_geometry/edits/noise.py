@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, get_args
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_geometry.errors import HookError
@@ -22,19 +23,24 @@ class Batch:
     """What is being run, for edits that draw noise or tell prompt from new tokens. A runner changes it per batch.
 
     With `ids` a sequence has its own noise wherever it stands; without, row i of every batch gets the noise
-    of sequence i. `prompt_length` is the number of places that the prompt takes in every row, left padding
-    included.
+    of sequence i; rows with the same id get the same noise. `prompt_length` is the number of places that the prompt
+    takes in every row, left padding included. `real` says which tokens are no padding; None, that all are real.
     """
 
     ids: Sequence[int] | None = None
     prompt_length: int | None = None
+    real: Bool[Tensor, "batch pos"] | None = None
 
     def generators(self, rows: int, seed: int, layer: int) -> list[torch.Generator]:
         """One for each row of a batch. Raises HookError when `ids` are those of another batch."""
+        return [sequence_generator(seed, layer, number) for number in self.numbers(rows)]
+
+    def numbers(self, rows: int) -> Sequence[int]:
+        """The sequence number of each row. Raises HookError when `ids` are those of another batch."""
         ids = self.ids if self.ids is not None else range(rows)
         if len(ids) != rows:
             raise HookError(f"Batch has {len(ids)} ids for {rows} sequences", cure="set ids for each batch that is run")
-        return [sequence_generator(seed, layer, ids[row]) for row in range(rows)]
+        return ids
 
     def edited_places(self, when: When, length: int, where: str) -> slice:
         """Which places of a pass over `length` tokens an edit with `when` changes.
@@ -108,3 +114,35 @@ def earlier_tokens(
         earlier = first + (chance * (place - first)).long()
         rows.append(vectors[row, torch.where(place > 0, earlier, 0).to(vectors.device)])
     return torch.stack(rows)
+
+
+Draw = Literal["normal", "sign", "uniform"]
+STREAMS: dict[Draw, int] = {"normal": 4, "sign": 5, "uniform": 6}  # apart, so that one seed serves all
+
+
+def token_noise(
+    like: Float[Tensor, "batch pos *rest"], batch: Batch, draw: Draw, *, seed: int, layer: int | None, shared: bool
+) -> Float[Tensor, "batch pos *rest"]:
+    """Noise whose first places are the same however long the sequence is: standard normal, +1 or -1, or in [0, 1).
+
+    `layer=None` draws for all layers alike, and `shared` for all sequences alike. Unlike `normal_noise`, padding and
+    what follows a token change nothing, so that the two sentences of a minimal pair have the same noise up to where
+    they differ. Drawn on the CPU; float32, or float64 for float64.
+    """
+    stream = (seed, STREAMS[draw], *(() if layer is None else (layer,)))
+    length, rest = like.shape[1], like.shape[2:]
+
+    def drawn(*sequence: int) -> Tensor:
+        generator = np.random.default_rng((*stream, len(stream), *sequence))
+        if draw == "normal":
+            return torch.from_numpy(generator.standard_normal((length, *rest), dtype=np.float32))
+        chance = torch.from_numpy(generator.random((length, *rest), dtype=np.float32))
+        return chance if draw == "uniform" else torch.where(chance < 0.5, -1.0, 1.0)
+
+    numbers = batch.numbers(len(like))
+    if shared:
+        noise = drawn().expand(like.shape)
+    else:
+        rows = {number: drawn(number) for number in dict.fromkeys(numbers)}
+        noise = torch.stack([rows[number] for number in numbers])
+    return noise.to(like.device, torch.promote_types(like.dtype, torch.float32))

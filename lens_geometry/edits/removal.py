@@ -10,18 +10,18 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lens_geometry.edits.diagonal import FORMS, Positions, Which, layer_edits
+from lens_geometry.edits.diagonal import FORMS
 from lens_geometry.edits.hooks import Hooks
+from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, layer_edits
 from lens_geometry.edits.reach import require_map
-from lens_geometry.edits.scaling import LayerEdit
 from lens_geometry.errors import HookError, SiteError
 
 
 def remove_diagonal(
     model: Any,
     *,
-    layers: Which = None,
-    heads: Which = None,
+    layers: Layers = None,
+    heads: Heads = None,
     positions: Positions = None,
     renormalise: bool,
     keep_first: bool = True,
@@ -45,10 +45,8 @@ def remove_diagonal(
             cure="use keep_first=True, or renormalise=False (such rows are zero then)",
         )
     anatomy, chosen = require_map(model, layers)
-    edits = layer_edits(
-        partial(_Removal, renormalise=renormalise, keep_first=keep_first),
-        model, anatomy, chosen, FORMS["value"], 0.0, heads, positions, "each",
-    )  # fmt: skip
+    make = partial(_Removal, renormalise=renormalise, keep_first=keep_first)
+    edits = layer_edits(make, model, anatomy, chosen, FORMS["value"], heads=heads, positions=positions)
     return [hook for edit in edits for hook in edit.hooks(())]
 
 
@@ -75,7 +73,7 @@ class _Removal(LayerEdit):
         if self.renormalise:
             rows = rows / rest.masked_fill(rest == 0, 1.0)
         everywhere = whole.new_ones(tensor.shape[0], queries, tensor.shape[1], 1)
-        chosen = rearrange(self._selected(everywhere), "batch query head one -> batch head query one") != 0
+        chosen = rearrange(self.selected(everywhere), "batch query head one -> batch head query one") != 0
         if self.keep_first:
             chosen = chosen & (rest != 0)
         return torch.where(chosen, rows, whole).to(tensor.dtype)

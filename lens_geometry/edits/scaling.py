@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_geometry.anatomy import LayerFacts, n_vectors, require
-from lens_geometry.edits.hooks import Collector, Hooks, tag
+from lens_geometry.anatomy import require
+from lens_geometry.edits.hooks import Hooks
+from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, layer_edits
 from lens_geometry.edits.noise import Batch, When, check_when, earlier_tokens, normal_noise
 from lens_geometry.errors import GeometryError, HookError, SiteError
 from lens_geometry.geometry import component_change, matched_direction
-from lens_geometry.sites import Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
-from lens_geometry.slices import join_slices, split_carrier
+from lens_geometry.sites import Grouping, Site
 
 Scale = float | Tensor | Callable[[Tensor], Tensor]
 Control = Literal["none", "random_reference", "shuffled_reference", "isotropic", "gain", "matched_random_reference"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
-EVERYWHERE = slice(None)
 
 
 def scale(
@@ -31,9 +30,9 @@ def scale(
     *,
     parallel: Scale = 1.0,
     perpendicular: Scale = 1.0,
-    layers: int | str | slice | Iterable[int] | None = None,
-    heads: int | slice | Iterable[int] | None = None,
-    positions: int | slice | Iterable[int] | Bool[Tensor, "batch pos"] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    positions: Positions = None,
     grouping: Grouping = "each",
     control: Control = "none",
     seed: int = 0,
@@ -94,95 +93,59 @@ def scale(
             where="site resid",
             cure="scale `parallel` (a plain gain), or choose another site",
         )
-    if heads is not None and not isinstance(heads, slice):
-        heads = indices(heads, found.axis, "give a slice or whole numbers")
-    mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
-    if positions is not None and not mask and not isinstance(positions, slice):
-        positions = indices(positions, "position", "give a slice, whole numbers, or a bool mask [batch, pos]")
-    hooks: Hooks = []
-    for layer in chosen:
-        facts = anatomy.layers[layer]
-        groups = n_vectors(found, facts, grouping)
-        edit = LayerEdit(
-            model=model,
-            site=found,
-            target=anatomy.target(found, layer),
-            where=anatomy.where(found, layer),
-            layer=layer,
-            facts=facts,
-            parallel=parallel,
-            perpendicular=perpendicular,
-            heads=None if heads is None else choose_heads(heads, groups, found.axis),
-            positions=positions,
-            grouping=grouping,
-            control=control,
-            seed=seed,
-            batch=batch or Batch(),
-            when=when,
-        )
-        hooks += edit.hooks(anatomy.reads(found, layer, editing=True))
-    return hooks
+    make = partial(
+        _Scaling,
+        parallel=parallel,
+        perpendicular=perpendicular,
+        control=control,
+        seed=seed,
+        when=when,
+    )
+    edits = layer_edits(
+        make, model, anatomy, chosen, found, heads=heads, positions=positions, grouping=grouping, batch=batch
+    )
+    return [hook for edit in edits for hook in edit.hooks(anatomy.reads(found, edit.layer, editing=True))]
 
 
 @dataclass(frozen=True)
-class LayerEdit:
-    """How one site of one layer is edited."""
+class ScaledEdit(LayerEdit):
+    """An edit by scales, which change nothing where they are 1 and may be made from the layer's input."""
 
-    model: Any
-    site: Site
-    target: str
-    where: str
-    layer: int
-    facts: LayerFacts
     parallel: Scale
     perpendicular: Scale
-    heads: tuple[int, ...] | None
-    positions: Any
-    grouping: Grouping
+
+    @property
+    def idle(self) -> bool:
+        return _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
+
+    @property
+    def gated(self) -> bool:
+        return any(callable(s) or _has_gradient(s) for s in (self.parallel, self.perpendicular))
+
+    @property
+    def extra_reads(self) -> tuple[str, ...]:
+        return ("resid_pre",) if callable(self.parallel) or callable(self.perpendicular) else ()
+
+
+@dataclass(frozen=True)
+class _Scaling(ScaledEdit):
+    """How the components of one site of one layer are scaled."""
+
     control: Control
     seed: int
-    batch: Batch
     when: When
 
-    def hooks(self, reads: tuple[str, ...]) -> Hooks:
-        no_op = _is_one(self.parallel, self.layer) and _is_one(self.perpendicular, self.layer)
-        gated = any(callable(s) or _has_gradient(s) for s in (self.parallel, self.perpendicular))
-        reads = (*reads, "resid_pre") if callable(self.parallel) or callable(self.perpendicular) else reads
+    @property
+    def knows_place(self) -> bool:
+        return self.control not in ("none", "gain") or super().knows_place
+
+    @property
+    def extra_reads(self) -> tuple[str, ...]:
         fired = list(self.facts.shapes)
-        if self.when != "always" and "pattern" in fired[: fired.index(self.target)]:
-            reads = (*reads, "pattern")  # shows whether a pass of several tokens goes on from a cache
-        collector = Collector(self.layer, () if no_op else reads, self.facts, self.model)
+        tells = self.when != "always" and "pattern" in fired[: fired.index(self.target)]
+        return (*super().extra_reads, *(("pattern",) if tells else ()))  # shows whether a pass goes on from a cache
 
-        def edit(tensor: Tensor, hook: Any) -> Tensor | None:
-            acts = collector.take(self.target, tensor)
-            return None if no_op else self.edited(tensor, acts)
-
-        return [*collector.readers(), (self.where, tag(edit, collector, must_change=not no_op and not gated))]
-
-    def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
-        by_place = self.control not in ("none", "gain") or not (
-            self.positions is None or isinstance(self.positions, Tensor)
-        )
-        if tensor.shape[1] == 1 and by_place:
-            raise HookError(
-                "this pass is one token long: under a KV cache its position is not known",
-                where=self.where,
-                cure="generate with use_past_kv_cache=False, or leave positions and noise controls out",
-            )
-        places = self._places(tensor, acts)
-        if not range(tensor.shape[1])[places]:
-            return tensor
-        update, reference = self.site.vectors(acts)
-        if self.site.has_heads:
-            update = group_heads(update, self.grouping, self.facts.n_kv_heads)
-            reference = group_heads(reference, self.grouping, self.facts.n_kv_heads)
-        change = self._selected(self._change(update, reference, acts), places)
-        if self.site.has_heads:
-            change = ungroup_heads(change, tensor.shape[2])
-        change = self.site.merge(change, tensor)
-        return (tensor.to(change.dtype) + change).to(tensor.dtype)
-
-    def _places(self, tensor: Tensor, acts: dict[str, Tensor]) -> slice:
+    def places(self, tensor: Tensor, acts: dict[str, Tensor]) -> slice:
         """The places of this pass that are edited, by `when`."""
         places = self.batch.edited_places(self.when, tensor.shape[1], self.where)
         if self.when != "always" and tensor.shape[1] > 1 and "pattern" in acts:
@@ -195,9 +158,9 @@ class LayerEdit:
                 )
         return places
 
-    def _change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
-        parallel = self._scale(self.parallel, update, acts)
-        perpendicular = self._scale(self.perpendicular, update, acts)
+    def change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        parallel = scale_values(self, self.parallel, update, acts)
+        perpendicular = scale_values(self, self.perpendicular, update, acts)
         if self.control == "gain":
             gain = perpendicular if _is_one(self.parallel, self.layer) else parallel
             return component_change(update, update, gain)
@@ -207,71 +170,49 @@ class LayerEdit:
             reference = earlier_tokens(reference, self.batch, self.seed, self.layer)
         change = component_change(update, reference, parallel, perpendicular)
         if self.control == "matched_random_reference":
-            noise = self._inside(normal_noise(update, self.batch, self.seed, self.layer))
+            noise = self.inside(normal_noise(update, self.batch, self.seed, self.layer))
             control = component_change(update, matched_direction(update, reference, noise), parallel, perpendicular)
             if not self.site.padded:
                 return control
             # the reference has a part in the padding, which the edit drops: equal strength is that of what is left
-            size, whole = (self._inside(x).norm(dim=-1, keepdim=True) for x in (change, control))
+            size, whole = (self.inside(x).norm(dim=-1, keepdim=True) for x in (change, control))
             return control * torch.where(whole > 0, size / whole, 0.0)
         if self.control == "isotropic":
-            direction = self._inside(normal_noise(change, self.batch, self.seed, self.layer))
-            change = self._inside(change)
+            direction = self.inside(normal_noise(change, self.batch, self.seed, self.layer))
+            change = self.inside(change)
             change = direction * (change.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True))
         return change
 
-    def _inside(self, vectors: Tensor) -> Tensor:
-        """Zero in the padding of the last slice: what is put there is dropped, and must not count as norm."""
-        if not self.site.padded:
-            return vectors
-        return split_carrier(join_slices(vectors, self.facts.shapes[self.target][-1]), vectors.shape[-1])
 
-    def _scale(self, scale: Scale, update: Tensor, acts: dict[str, Tensor]) -> float | Tensor:
-        """A number, or a tensor of [batch, pos] or [batch, pos, group]."""
-        if isinstance(scale, Tensor):
-            picked = scale if scale.ndim == 0 else scale[self.layer if scale.shape[0] > 1 else 0]
-            if scale.ndim == 3 and self.site.axis:  # one number per token, for every head
-                picked = picked.unsqueeze(-1)
-        elif callable(scale):
-            picked = scale(acts["resid_pre"])
-            shape = tuple(getattr(picked, "shape", ()))
-            if not isinstance(picked, Tensor) or len(shape) not in (2, 3) or shape[:2] != update.shape[:2]:
-                raise GeometryError(
-                    f"the callable scale gave {f'shape {shape}' if shape else repr(picked)[:60]}",
-                    where=f"site {self.site.name}, layer {self.layer}",
-                    cure=f"return a tensor [batch, pos] (here {list(update.shape[:2])}) or [batch, pos, head]",
-                )
-            if picked.ndim == 2 and self.site.axis:
-                picked = picked.unsqueeze(-1)
-            elif picked.ndim == 3 and not self.site.axis:
-                picked = picked.squeeze(-1)
-        else:
-            return float(scale)
-        try:
-            return picked.broadcast_to(update.shape[:-1])
-        except RuntimeError as error:
+def scale_values(edit: LayerEdit, scale: Scale, update: Tensor, acts: dict[str, Tensor]) -> float | Tensor:
+    """A number, or a tensor of [batch, pos] or [batch, pos, group]."""
+    if isinstance(scale, Tensor):
+        picked = scale if scale.ndim == 0 else scale[edit.layer if scale.shape[0] > 1 else 0]
+        if scale.ndim == 3 and edit.site.axis:  # one number per token, for every head
+            picked = picked.unsqueeze(-1)
+    elif callable(scale):
+        picked = scale(acts["resid_pre"])
+        shape = tuple(getattr(picked, "shape", ()))
+        if not isinstance(picked, Tensor) or len(shape) not in (2, 3) or shape[:2] != update.shape[:2]:
             raise GeometryError(
-                f"a scale of shape {tuple(picked.shape)} does not fit updates of {tuple(update.shape[:-1])}",
-                where=f"site {self.site.name}, layer {self.layer}",
-                cure=f"{SCALE_SHAPES}; a callable gives [batch, pos] or [batch, pos, head]",
-            ) from error
-
-    def _selected(self, change: Tensor, places: slice = EVERYWHERE) -> Tensor:
-        """Zero outside the chosen heads, positions and places."""
-        if self.heads is not None:
-            keep = torch.zeros(change.shape[2], dtype=torch.bool, device=change.device)
-            keep[list(self.heads)] = True
-            change = torch.where(keep[:, None], change, change.new_zeros(()))
-        if self.positions is not None:
-            keep = _position_mask(self.positions, change, self.where)
-            keep = keep.reshape(*keep.shape, *[1] * (change.ndim - 2))
-            change = torch.where(keep, change, change.new_zeros(()))
-        if places != EVERYWHERE:
-            keep = torch.zeros(change.shape[1], dtype=torch.bool, device=change.device)
-            keep[places] = True
-            keep = keep.reshape(-1, *[1] * (change.ndim - 2))
-            change = torch.where(keep, change, change.new_zeros(()))
-        return change
+                f"the callable scale gave {f'shape {shape}' if shape else repr(picked)[:60]}",
+                where=f"site {edit.site.name}, layer {edit.layer}",
+                cure=f"return a tensor [batch, pos] (here {list(update.shape[:2])}) or [batch, pos, head]",
+            )
+        if picked.ndim == 2 and edit.site.axis:
+            picked = picked.unsqueeze(-1)
+        elif picked.ndim == 3 and not edit.site.axis:
+            picked = picked.squeeze(-1)
+    else:
+        return float(scale)
+    try:
+        return picked.broadcast_to(update.shape[:-1])
+    except RuntimeError as error:
+        raise GeometryError(
+            f"a scale of shape {tuple(picked.shape)} does not fit updates of {tuple(update.shape[:-1])}",
+            where=f"site {edit.site.name}, layer {edit.layer}",
+            cure=f"{SCALE_SHAPES}; a callable gives [batch, pos] or [batch, pos, head]",
+        ) from error
 
 
 SCALE_SHAPES = "give [layer], [layer, head], [layer, batch, pos] or [layer, batch, pos, head]"
@@ -312,28 +253,3 @@ def checked_scale(scale: Any, n_layers: int, site: Site) -> Scale:
         problem = f"a scale tensor of shape {tuple(number.shape)} has heads, and site {site.name!r} has none"
         raise GeometryError(problem, cure="give [layer] or [layer, batch, pos]")
     return number
-
-
-def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
-    batch, length = change.shape[:2]
-    if isinstance(positions, Tensor):
-        if positions.shape != (batch, length):
-            raise HookError(
-                f"a position mask of shape {tuple(positions.shape)} does not fit {(batch, length)}",
-                where=where,
-                cure="give one mask entry per token of the batch that is run",
-            )
-        return positions.to(change.device)
-    mask = torch.zeros(batch, length, dtype=torch.bool, device=change.device)
-    if isinstance(positions, slice):
-        mask[:, positions] = True
-        return mask
-    for position in positions:
-        if not -length <= position < length:
-            raise HookError(
-                f"there is no position {position} in a sequence of {length}",
-                where=where,
-                cure="choose positions inside the sequence that is run",
-            )
-        mask[:, position] = True
-    return mask
