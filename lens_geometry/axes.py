@@ -29,6 +29,8 @@ STYLE = {  # the colours of Okabe and Ito, and a marker that tells sites apart w
     "mlp_carrier": ("#56B4E9", "pentagon"),
     "mlp_contribution": ("#B8A800", "hexagon"),
     "mlp_carrier_stream": ("#0F7F8C", "star"),
+    "angular": ("#0072B2", "circle"),
+    "magnitude": ("#D55E00", "square"),
 }
 SLICED = ("mlp_carrier", "mlp_carrier_stream", "mlp_contribution")
 

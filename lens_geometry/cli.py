@@ -26,6 +26,7 @@ from lens_geometry.experiments import (
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
+    MediatorSettings,
     MlpSettings,
     ProfileSettings,
     ScalingSettings,
@@ -38,6 +39,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    mediators,
     mlp_sweep,
     profile,
     scaling_edits,
@@ -93,6 +95,7 @@ MLP = MlpSettings()
 ATTENTION = AttentionSettings()
 GENERATION = GenerationSettings()
 EVALUATION = EvaluationSettings()
+MEDIATORS = MediatorSettings()
 
 
 def models_command() -> int:
@@ -463,6 +466,29 @@ def evaluate_command(
     return _saved(result, out)
 
 
+def mediators_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/mediators"),
+    settings: MediatorSettings = MEDIATORS,
+) -> int:
+    """Perturb layers and measure what carries that to the loss: attention, angles, displacements layer by layer.
+
+    Says whether the pushes of several layers add up or cancel like a random walk, and how much of the damage goes with
+    each mediator. Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry mediators --layers 10-17 --variants default as_run --displacements 0.05 0.1 --seeds 5
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is perturbed, how, and how far.
+    """
+    result = mediators(loading.load(), load_text(text), settings, out=out)
+    print(summaries.mediators_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -478,6 +504,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "attention": attention_command,
     "generate": generate_command,
     "evaluate": evaluate_command,
+    "mediators": mediators_command,
 }
 
 

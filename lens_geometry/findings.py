@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from lens_geometry.axes import number, require
+from lens_geometry.axes import interval, number, require
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
@@ -17,6 +17,7 @@ NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
 NO_HEADS = "What single heads cost was not measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
+NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
     "shuffled_reference": "removing along an earlier token's reference",
@@ -28,10 +29,10 @@ def findings(results: Sequence[Result]) -> list[str]:
     """A sentence or two for each kind of result that is here, in a fixed order.
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
-    single heads cost (head sweep); how much of its branch an edit changes (applied strength). Taken from the first
-    result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
-    higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
-    them has no interval, which is then said.
+    single heads cost (head sweep); how much of its branch an edit changes (applied strength); how displacements grow
+    over several pushes (mediators). Taken from the first result of each kind; what such a result does not hold is said
+    not to be measured. To cost more is to have the higher change of loss. Two changes are called different only where
+    their 95 % intervals are apart, or where one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -145,12 +146,35 @@ def strength_sentence(table: pd.DataFrame) -> str:
     )
 
 
+def mediators_sentence(table: pd.DataFrame) -> str:
+    """How the displacement grows over the pushes of several layers, and how the pushes alone would."""
+    require(table, "variant kind displacement mediator measure seed value low high", "mediators")
+    rows = table[(table["measure"] == "growth_exponent") & table["seed"].isna()]
+    rows = rows[np.isfinite(rows["value"].astype(float))]
+    if rows.empty:
+        return NO_GROWTH
+    several = rows["displacement"].nunique() > 1
+    told = []
+    for (variant, kind, displacement), part in rows.groupby(["variant", "kind", "displacement"], sort=False):
+        by_name = {row.mediator: interval(row.value, row.low, row.high) for row in part.itertuples()}
+        size = f", d = {displacement:g}" if several else ""
+        told.append(
+            f"{kind} ({variant}{size}) {by_name.get('growth', 'not measured')}, the pushes alone "
+            f"{by_name.get('growth_of_pushes', 'not measured')}"
+        )
+    return (
+        "Over n pushed layers the stream's displacement grows like n to the power of (1: the pushes add up, 0.5: a "
+        f"random walk; 95 % intervals): {_join(told, '; ')}."
+    )
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
     "mlp_sweep": (removal_sentence,),
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
+    "mediators": (mediators_sentence,),
 }
 Change = tuple[float, float, float]
 

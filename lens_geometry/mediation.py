@@ -61,8 +61,7 @@ def explained_beyond(
     with_known = _correlation(m, k, w)
     left = 1.0 - with_known**2
     with np.errstate(invalid="ignore", divide="ignore"):
-        gain = (_correlation(m, y, w) - _correlation(k, y, w) * with_known) ** 2 / np.where(left > 1e-9, left, np.nan)
-    return gain
+        return (_correlation(m, y, w) - _correlation(k, y, w) * with_known) ** 2 / np.where(left > 1e-9, left, np.nan)
 
 
 def _floats(values: ArrayLike) -> Floats:

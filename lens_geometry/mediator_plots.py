@@ -15,7 +15,9 @@ import plotly.graph_objects as go
 
 from lens_geometry.axes import INK, add_line, interval, layer_axis, log_ticks, panels, require, style
 
-COLUMNS = "variant kind displacement unit mediator measure layer pushes seed value low high change change_low change_high"
+COLUMNS = (
+    "variant kind displacement unit mediator measure layer pushes seed value low high change change_low change_high"
+)
 PANELS = {  # mediator: what is drawn of it, the panel's title, the axis
     "relative_displacement": ("value", "displacement of the stream", "|h′ − h| / |h|"),
     "angle": ("value", "angle to the clean stream", "degrees"),
@@ -153,7 +155,12 @@ def add_shares(
         colour = style(kind)[0]
         up, down = ((bars[end] - bars["value"]).abs() for end in ("high", "low"))
         beyond = bars["value"] > bars["high"], bars["value"] < bars["low"]  # a percentile interval may lie beside it
-        error = {"type": "data", "symmetric": False, "array": up.mask(beyond[0], 0), "arrayminus": down.mask(beyond[1], 0)}
+        error = {
+            "type": "data",
+            "symmetric": False,
+            "array": up.mask(beyond[0], 0),
+            "arrayminus": down.mask(beyond[1], 0),
+        }
         drawn.add_trace(
             go.Bar(
                 x=bars["value"],

@@ -97,7 +97,7 @@ def query_key_alignment(
     if n_heads % n_kv or k.shape[3] != q.shape[3] or any(shape != expected for shape in given):
         raise GeometryError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and a pattern {given[0]} do not fit each other",
-            cure="pass q [batch, pos, head, d], k [batch, pos, kv, d] with kv dividing the heads, and one layer's pattern",
+            cure="pass q [batch, pos, head, d], k [batch, pos, kv, d] kv dividing the heads, and that pattern",
         )
     working = torch.promote_types(q.dtype, torch.float32)
     queries = rearrange(q.to(working), "batch query (kv group) d -> batch kv group query d", kv=n_kv)

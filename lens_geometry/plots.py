@@ -24,6 +24,7 @@ from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
 from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.generation_plots import continuations_figure, generation_figure
+from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "controls_figure",
     "figure",
     "generation_figure",
+    "mediators_figure",
     "profile_figure",
     "profile_heads_figure",
     "schedule_figure",
@@ -181,4 +183,5 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "evaluate": evaluation_figure,
     "sites": table_figure,
     "validate": table_figure,
+    "mediators": mediators_figure,
 }

@@ -14,6 +14,7 @@ from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
+from lens_geometry.mediator_sections import mediators_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -30,6 +31,7 @@ TITLES = {
     "generation_profile": "Profile over generation steps",
     "continuations": "Edited continuations",
     "evaluate": "Downstream tasks",
+    "mediators": "What carries a push",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -266,6 +268,7 @@ SECTIONS = {
     "applied_strength": strength_section,
     "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],
     "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
+    "mediators": mediators_section,
 }
 
 
@@ -290,6 +293,17 @@ def table_warnings(result: Result) -> list[str]:
         counts = table["status"].value_counts()
         words = {"nonfinite": "are not finite", "no_effect": "are of an edit that changed nothing"}
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
+    if result.experiment == "mediators":
+        runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
+        words = {
+            "nonfinite": "have losses that are not finite, which are left out",
+            "no_effect": "changed no loss by a bit",
+            "impossible": "could not be made: a token cannot be moved so far",
+        }
+        counts = runs["status"].value_counts()
+        return [
+            f"{counts[key]:,} of {len(runs):,} perturbed runs {means}." for key, means in words.items() if key in counts
+        ]
     if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]

@@ -72,8 +72,7 @@ class MediatorReader:
         self.sources = query_keys(model)
         self.clean: dict[tuple[str, int], Tensor] = {}
         self._seen: list[dict[str, Tensor]] = [{} for _ in self.shapes]
-        self.tally = Tally(torch.zeros(0, 0, dtype=torch.bool), self.levels)
-        self._forget_pushes()
+        self.start(torch.zeros(0, 0, dtype=torch.bool))
 
     def left_out(self) -> list[str]:
         """What this model does not show, in words."""
@@ -90,7 +89,8 @@ class MediatorReader:
 
     def start(self, measured: Bool[Tensor, "batch pos"]) -> Tally:
         """Where the coming pass is summed up."""
-        self._forget_pushes()
+        self._pushes, self._pushed_at = 0, -1
+        self._sum, self._squares = torch.zeros(()), torch.zeros(())
         for seen in self._seen:
             seen.clear()
         self.tally = Tally(measured, self.levels)
@@ -118,16 +118,8 @@ class MediatorReader:
         """A push at a layer's input."""
         working = torch.promote_types(before.dtype, torch.float32)
         push = after.to(working) - before.to(working)
-        self._pushes += 1
-        self._pushed_at = layer
-        self._sum = push if self._sum is None else self._sum + push
-        square = push.square().sum(-1)
-        self._squares = square if self._squares is None else self._squares + square
-
-    def _forget_pushes(self) -> None:
-        self._pushes, self._pushed_at = 0, -1
-        self._sum: Tensor | None = None
-        self._squares: Tensor | None = None
+        self._pushes, self._pushed_at = self._pushes + 1, layer
+        self._sum, self._squares = self._sum + push, self._squares + push.square().sum(-1)
 
     def _streams(self) -> list[tuple[str, int]]:
         layers = range(self.levels - 1)
@@ -149,7 +141,6 @@ class MediatorReader:
         self.tally.put("angle", level, angle(before, after))
         self.tally.put("norm_ratio", level, after.norm(dim=-1) / size)
         if name == "resid_pre" and layer == self._pushed_at:
-            assert self._sum is not None and self._squares is not None
             one = self._squares / self._pushes
             self.tally.put("growth", level, distance.square() / one)
             self.tally.put("growth_of_pushes", level, self._sum.square().sum(-1) / one)

@@ -6,6 +6,7 @@ from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, sca
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
+from lens_geometry.experiments.mediators import MediatorSettings, mediators
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
@@ -19,6 +20,7 @@ __all__ = [
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
+    "MediatorSettings",
     "MlpSettings",
     "ProfileSettings",
     "ScalingSettings",
@@ -32,6 +34,7 @@ __all__ = [
     "evaluate",
     "generation_profile",
     "head_sweep",
+    "mediators",
     "mlp_sweep",
     "profile",
     "scaling_edits",

@@ -50,7 +50,9 @@ def rows(pushed: Pushed, clean: Measured, *, seed: int) -> list[dict[str, Any]]:
     statuses = {number: _status(run, clean) for number, run in zip(pushed.seeds, pushed.found, strict=True)}
     pooled = max(statuses.values(), key=STATUSES.index)
     scopes = [(None, [run for _, run in runs], pooled), *((number, [run], statuses[number]) for number, run in runs)]
-    table = [row for number, some, status in scopes if some for row in _scope(pushed, clean, some, number, status, seed)]
+    table = [
+        row for number, some, status in scopes if some for row in _scope(pushed, clean, some, number, status, seed)
+    ]
     lost = [number for number in pushed.seeds if statuses[number] == "impossible"]
     if not runs:
         table.append(_row(pushed, None, "loss", "mean", pooled, 0, len(clean.sums)))

@@ -11,26 +11,23 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from lens_geometry.anatomy import at_rest, attached, inspect
-from lens_geometry.data import Tokens
-from lens_geometry.edits import KINDS, PRESETS, Batch, Kind, Perturbation, Unit, applied, perturb
-from lens_geometry.edits.mediating import MediatorReader, Tally
-from lens_geometry.errors import DataError, DisplacementError, GeometryError, ModelError, SiteError
-from lens_geometry.experiments.mediator_rows import SHARES, Measured, Pushed, as_table, rows
+from lens_geometry.anatomy import inspect
+from lens_geometry.edits import KINDS, PRESETS, Batch, Hooks, Kind, Perturbation, Unit, perturb
+from lens_geometry.edits.mediating import MediatorReader
+from lens_geometry.errors import DataError, GeometryError, SiteError
+from lens_geometry.experiments.mediator_rows import SHARES, Pushed, as_table, rows
+from lens_geometry.experiments.mediator_runs import measured_of, run
 from lens_geometry.journal import Journal
-from lens_geometry.metrics import SequenceLosses, sequence_losses
 from lens_geometry.results import Result
 from lens_geometry.runner import (
     RunSettings,
     at_least,
-    bar,
-    batches,
     check_effects,
     identity_of_run,
     prepare,
@@ -55,9 +52,9 @@ class MediatorSettings(RunSettings):
         kinds: "angular", "magnitude" or both.
         displacements: how far each token is moved in each of these layers.
         unit: of the displacements, "relative" to each token's norm or "absolute".
-        variants: how tokens are moved: "default" (fresh noise for each layer, as published), "as_run" (what the published
-            code did: noise shared by layers and sequences), "shared" (the default with shared noise), "fixed" (the
-            default with signs that stay the same over layers).
+        variants: how tokens are moved: "default" (fresh noise for each layer, as published), "as_run" (what the
+            published code did: noise shared by layers and sequences), "shared" (the default with shared noise), "fixed"
+            (the default with signs that stay the same over layers).
         seeds: how many seeds of the noise, from `seed` on.
         exclude_positions: token positions left out of all means; 0 is a massive activation in many models.
     """
@@ -131,8 +128,8 @@ def mediators(
         is "ok", "nonfinite", "no_effect" or "impossible" (a token cannot be moved so far).
 
     Raises:
-        ModelError, DataError, SiteError, GeometryError for what cannot be used; HookError when a push does not reach the
-        output; ResultError when the journal is of something else.
+        ModelError, DataError, SiteError, GeometryError for what cannot be used; HookError when a push does not reach
+        the output; ResultError when the journal is of something else.
     """
     settings, started = replace(settings or MediatorSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
@@ -147,14 +144,17 @@ def mediators(
         None if out is None else Path(out) / "journal.jsonl",
         {} if out is None else {"experiment": "mediators", **identity_of_run(model, tokens, settings)},
     )
-    _run(model, tokens, cells, layers, scored, reader, journal, settings)
+    pushes = {cell.key: partial(_pushes, model, cell, layers, settings.unit, reader) for cell in cells}
+    run(model, tokens, pushes, scored, reader, journal, settings)
     left_out = reader.left_out()
     table = _table(journal, cells, layers, len(tokens.ids), settings)
     if len(layers) < 2:
         left_out.append("one layer is perturbed, so that nothing can be said of how displacements grow")
     few = table["status"] == "few_points"
     if few.any():
-        left_out.append(f"{table.loc[few, 'n_points'].max()} points (sequences x seeds) are too few for explained shares")
+        left_out.append(
+            f"{table.loc[few, 'n_points'].max()} points (sequences x seeds) are too few for explained shares"
+        )
     for warning in left_out:
         warnings.warn(warning, stacklevel=2)
     meta = provenance(
@@ -178,6 +178,22 @@ def pushed_layers(layers: str, n_layers: int) -> tuple[int, ...]:
     return choose_layers(layers, n_layers)
 
 
+def _pushes(
+    model: Any, cell: _Cell, layers: tuple[int, ...], unit: Unit, reader: MediatorReader, batch: Batch
+) -> Hooks:
+    return perturb(
+        model,
+        cell.kind,
+        cell.displacement,
+        VARIANTS[cell.variant],
+        layers=layers,
+        unit=unit,
+        seed=cell.seed,
+        batch=batch,
+        record=reader.record,
+    )
+
+
 def _cells(settings: MediatorSettings) -> Iterator[_Cell]:
     for variant in dict.fromkeys(settings.variants):
         for kind in dict.fromkeys(settings.kinds):
@@ -186,83 +202,10 @@ def _cells(settings: MediatorSettings) -> Iterator[_Cell]:
                     yield _Cell(variant, kind, displacement, settings.seed + number)
 
 
-def _run(
-    model: Any,
-    tokens: Tokens,
-    cells: list[_Cell],
-    layers: tuple[int, ...],
-    scored: Any,
-    reader: MediatorReader,
-    journal: Journal,
-    settings: MediatorSettings,
-) -> None:
-    """Every batch clean, then under each perturbation; each sequence goes to the journal as soon as it is measured."""
-    batch = Batch()
-    numbers = [*range(len(tokens.ids))] if tokens.noise_ids is None else [*tokens.noise_ids]
-    hooks = {
-        cell: perturb(
-            model,
-            cell.kind,
-            cell.displacement,
-            VARIANTS[cell.variant],
-            layers=layers,
-            unit=settings.unit,
-            seed=cell.seed,
-            batch=batch,
-            record=reader.record,
-        )
-        for cell in cells
-    }
-    total = (1 + len(cells)) * -(-len(tokens.ids) // settings.batch_size)
-    with at_rest(model), bar(total, "mediators", settings.progress) as progress:
-        for chosen, ids, mask in batches(model, tokens, settings.batch_size):
-            measured = scored[chosen.start : chosen.stop]
-            counted = None if tokens.scored is None else tokens.scored[chosen.start : chosen.stop]
-            batch.ids, batch.real = numbers[chosen.start : chosen.stop], mask
-            tally = reader.start(measured)
-            with attached(model, reader.keep()):
-                losses = sequence_losses(model, ids, mask, counted)
-            if losses.nonfinite.any():
-                raise ModelError(
-                    f"the unedited model gives losses that are not finite in sequences {chosen.start} to {chosen.stop - 1}",
-                    cure="check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
-                )
-            for place, sequence in enumerate(chosen):
-                _keep(journal, f"base #{sequence}", losses, tally, place)
-            progress.update()
-            for cell in cells:
-                if not all(_done(journal, cell, sequence) for sequence in chosen):
-                    progress.set_postfix_str(cell.key, refresh=False)
-                    tally = reader.start(measured)
-                    try:
-                        with applied(model, [*hooks[cell], *reader.compare()], require_change=False):
-                            losses = sequence_losses(model, ids, mask, counted)
-                        for place, sequence in enumerate(chosen):
-                            _keep(journal, f"{cell.key} #{sequence}", losses, tally, place)
-                    except DisplacementError as error:
-                        lost = SequenceLosses(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
-                        journal.add(f"{cell.key} impossible", lost, {"impossible": str(error)})
-                progress.update()
-
-
-def _done(journal: Journal, cell: _Cell, sequence: int) -> bool:
-    return f"{cell.key} impossible" in journal.losses or f"{cell.key} #{sequence}" in journal.losses
-
-
-def _keep(journal: Journal, key: str, losses: SequenceLosses, tally: Tally, place: int) -> None:
-    """One sequence into the journal; what is there already must be the same again if nothing was edited."""
-    own = SequenceLosses(*(array[place : place + 1] for array in losses))
-    if key not in journal.losses:
-        found = {"sums": tally.sums[place].tolist(), "counts": tally.counts[place].tolist()}
-        journal.add(key, own, found)
-    elif key.startswith("base "):
-        journal.check_same(journal.losses[key], own)
-
-
 def _table(
     journal: Journal, cells: list[_Cell], layers: tuple[int, ...], n_sequences: int, settings: MediatorSettings
 ) -> pd.DataFrame:
-    clean = _measured(journal, "base", n_sequences)
+    clean = measured_of(journal, "base", n_sequences)
     groups: dict[tuple[Any, ...], list[_Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.variant, cell.kind, cell.displacement), []).append(cell)
@@ -270,23 +213,19 @@ def _table(
     for (variant, kind, displacement), some in groups.items():
         about = {"variant": variant, "kind": kind, "displacement": displacement, "unit": settings.unit}
         runs = tuple(
-            None if f"{cell.key} impossible" in journal.losses else _measured(journal, cell.key, n_sequences)
+            None if f"{cell.key} impossible" in journal.losses else measured_of(journal, cell.key, n_sequences)
             for cell in some
         )
         found += rows(Pushed(about, layers, tuple(cell.seed for cell in some), runs), clean, seed=settings.seed)
     return as_table(found)
 
 
-def _measured(journal: Journal, key: str, n_sequences: int) -> Measured:
-    keys = [f"{key} #{sequence}" for sequence in range(n_sequences)]
-    losses = SequenceLosses(*map(np.concatenate, zip(*(journal.losses[name] for name in keys), strict=True)))
-    sums, counts = (np.array([journal.measured[name][what] for name in keys], float) for what in ("sums", "counts"))
-    return Measured(sums, counts, losses)
-
-
 def _counts(table: pd.DataFrame) -> dict[str, int]:
     """How many perturbed runs there were, and how many of them were not as they should be."""
     runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
     shares = table[table["measure"].isin(SHARES)]
-    lost = {f"{status}_conditions": int((runs["status"] == status).sum()) for status in ("nonfinite", "no_effect", "impossible")}
+    lost = {
+        f"{status}_conditions": int((runs["status"] == status).sum())
+        for status in ("nonfinite", "no_effect", "impossible")
+    }
     return {"conditions": len(runs), **lost, "shares_of_few_points": int((shares["status"] == "few_points").sum())}
