@@ -23,6 +23,7 @@ PANELS = {  # mediator: what is drawn of it, the panel's title, the axis
     "angle": ("value", "angle to the clean stream", "degrees"),
     "attention_entropy": ("change", "change of attention entropy", "nats"),
     "query_key_alignment": ("change", "change of query-key alignment", "mean cosine"),
+    "norm_ratio": ("value", "norm over the clean stream's", "|h′| / |h|"),
 }
 MEDIATORS = {
     "attention_entropy": "attention entropy",
@@ -54,18 +55,22 @@ def mediators_figure(table: pd.DataFrame, displacement: float | None = None) -> 
     """
     rows = chosen_rows(table, displacement)
     layers = [name for name in PANELS if name in set(rows["mediator"])]
-    grown = (rows["mediator"] == "growth").any()
+    grown = bool((rows["mediator"] == "growth").any())
     shares = [name for name in SHARES if rows.loc[rows["measure"] == name, "value"].notna().any()]
     titles = [PANELS[name][1] for name in layers] + ["growth, in units of one push"] * grown
-    titles += [SHARES[name] for name in shares]
+    blank = len(titles) % 2 if shares else 0  # shares stand side by side: the names are left of the first
+    titles += [""] * blank + [SHARES[name] for name in shares]
     drawn = panels(titles, 2, height=380)
     places = [{"row": index // 2 + 1, "col": index % 2 + 1} for index in range(len(titles))]
     for index, name in enumerate(layers):
         add_mediator(drawn, rows, name, places[index], legend=index == 0)
     if grown:
         add_growth(drawn, rows, places[len(layers)], legend=not layers)
-    for index, name in enumerate(shares, len(layers) + grown):
-        add_shares(drawn, rows, name, places[index], names=places[index]["col"] == 1 or len(shares) == 1)
+    if blank:
+        drawn.update_xaxes(visible=False, **places[len(layers) + grown])
+        drawn.update_yaxes(visible=False, **places[len(layers) + grown])
+    for place, name in zip(places[len(titles) - len(shares) :], shares, strict=True):
+        add_shares(drawn, rows, name, place, names=place["col"] == 1)
     return drawn
 
 
@@ -103,7 +108,9 @@ def add_mediator(
         _add(drawn, points, variant, kind, place, dash=dash, legend=legend)
     _shade(drawn, rows, place)
     layer_axis(drawn, part["layer"], place)
-    drawn.update_yaxes(title_text=unit, rangemode="tozero" if what == "value" else "normal", **place)
+    drawn.update_yaxes(
+        title_text=unit, rangemode="tozero" if what == "value" and mediator != "norm_ratio" else "normal", **place
+    )
 
 
 def add_growth(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int], *, legend: bool = False) -> None:
@@ -116,7 +123,7 @@ def add_growth(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int], *, l
     for power, name in ((1.0, "n: they add up"), (0.5, "√n: a random walk")):
         line = {"color": INK, "width": 1, "dash": "longdash" if power == 1 else "dot"}
         guide = go.Scatter(x=[1, last], y=[1, last**power], mode="lines", name=name, line=line, hoverinfo="skip")
-        drawn.add_trace(guide.update(meta={"site": "", "role": "guide"}, showlegend=legend), **place)
+        drawn.add_trace(guide.update(meta={"site": "", "role": "guide"}), **place)
     for (variant, kind), (dash, _) in series(rows).items():
         for mediator in GROWTH:
             line = part[(part["variant"] == variant) & (part["kind"] == kind) & (part["mediator"] == mediator)]
@@ -167,7 +174,7 @@ def add_shares(
                 y=[MEDIATORS[name] for name in known],
                 orientation="h",
                 error_x={**error, "thickness": 1, "width": 0, "color": INK},
-                marker={"color": colour, "pattern": {"shape": hatch, "fgcolor": "rgba(255,255,255,0.75)"}},
+                marker={"color": colour, "pattern": {"shape": hatch, "fillmode": "overlay", "fgcolor": "white"}},
                 text=_hover(bars.reset_index()),
                 textposition="none",
                 hovertemplate="%{text}<extra></extra>",

@@ -23,6 +23,7 @@ CAPTIONS = {
     "relative_displacement": "The stream as each layer reads it, after its push; the last point leaves the model.",
     "angle": "Between the perturbed and the clean stream of the same token.",
     "attention_entropy": "Mean over heads and over tokens as queries, perturbed minus clean.",
+    "norm_ratio": "Length of the perturbed stream over that of the clean one.",
     "query_key_alignment": "Attention-weighted cosine of a query with its keys, perturbed minus clean.",
 }
 SHARE_CAPTION = (
@@ -85,21 +86,24 @@ def _tables(pooled: pd.DataFrame) -> Iterator[str]:
         yield pieces.grid(caption, ["pushes", *(words for words in plots.GROWTH.values())], rows)
     shares = pooled[pooled["measure"] == "explained"]
     if shares["value"].notna().any():
+        pushes = {
+            f"{kind}, {variant}, d = {d:g}": part for (variant, kind, d), part in shares.groupby(keys, sort=False)
+        }
         names = [name for name in plots.MEDIATORS if name in set(shares["mediator"])]
-        rows = []
-        for (variant, kind, d), part in shares.groupby(keys, sort=False):
-            by_name = part.set_index("mediator")
-            rows.append(
-                [
-                    f"{kind}, {variant}, d = {d:g}",
-                    *(_cell(by_name.loc[n]) if n in by_name.index else "not measured" for n in names),
-                ]
-            )
+        rows = [[plots.MEDIATORS[name], *(_share(part, name) for part in pushes.values())] for name in names]
         caption = "Share of the variance of the loss change that goes with each mediator's change (R²)."
-        yield pieces.grid(caption, ["pushes", *(plots.MEDIATORS[name] for name in names)], rows)
+        yield pieces.grid(caption, ["mediator", *pushes], rows)
 
 
 def _cell(row: pd.Series) -> str:
+    return interval(row["value"], row["low"], row["high"]).replace(" [", "\n[")
+
+
+def _share(part: pd.DataFrame, mediator: str) -> str:
+    rows = part[part["mediator"] == mediator]
+    if rows.empty:
+        return "not measured"
+    row = rows.iloc[0]
     if row["status"] == "few_points":
         return "too few points"
-    return interval(row["value"], row["low"], row["high"]).replace(" [", "\n[")
+    return "does not vary" if pd.isna(row["value"]) else f"{row['value']:.2f}\n[{row['low']:.2f}, {row['high']:.2f}]"

@@ -31,7 +31,7 @@ TITLES = {
     "generation_profile": "Profile over generation steps",
     "continuations": "Edited continuations",
     "evaluate": "Downstream tasks",
-    "mediators": "What carries a push",
+    "mediators": "Mediators of the damage",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",

@@ -76,7 +76,12 @@ def rotated(x, turned, theta=10_000.0):
     return out
 
 
-@pytest.mark.parametrize(("name", "backend"), zoo.cases())
+FAST = [("gpt2", "bridge"), ("llama_gqa", "bridge"), ("neox", "bridge"), ("opt", "bridge"), ("llama_gqa", "native")]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in zoo.cases()]
+)
 def test_queries_and_keys_are_found_where_the_scores_are_made_of_them(name, backend):
     model = zoo.build(name, backend)
     found = query_keys(model)
