@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 
-from lens_geometry import Batch, cli, perturb
+from lens_geometry import Batch, perturb
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits.mediating import MEDIATORS, MediatorReader, angle
 from lens_geometry.errors import DataError, GeometryError, ResultError, SiteError
@@ -19,7 +19,6 @@ from lens_geometry.mediator_plots import MEDIATORS as NAMES
 from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.report import write_report
-from lens_geometry.results import Result
 
 QUIET = {"progress": False, "max_sequences": None}
 PUSHED = (1, 2)
@@ -385,28 +384,3 @@ def test_report_and_findings_say_how_displacements_grow(result, tmp_path):
     assert "the pushes alone" in sentence
     without = result.table[result.table["measure"] != "growth_exponent"]
     assert mediators_sentence(without) == NO_GROWTH
-
-
-def test_the_command_writes_its_files_and_prints_exponents(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("LENS_GEOMETRY_CACHE", str(tmp_path / "cache"))
-    arguments = ["mediators", "--model", "tiny-random-llama", "--sequence-length", "16", "--max-sequences", "5"]
-    arguments += [
-        "--seeds",
-        "2",
-        "--variants",
-        "default",
-        "--layers",
-        "1-2",
-        "--no-progress",
-        "--out",
-        str(tmp_path / "m"),
-    ]
-    assert cli.main(arguments) == 0
-    first = capsys.readouterr().out
-    loaded = Result.load(tmp_path / "m")
-    assert loaded.experiment == "mediators"
-    assert loaded.meta["settings"]["seeds"] == 2
-    assert "pushes alone" in first
-    assert "attention_entropy" in first
-    assert cli.main(arguments) == 0
-    assert capsys.readouterr().out == first
