@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,11 +23,13 @@ from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    DissociationSettings,
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
     MediatorSettings,
     MlpSettings,
+    PairSettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -36,18 +38,22 @@ from lens_geometry.experiments import (
     attention_maps,
     basin,
     continuations,
+    dissociation,
     evaluate,
     generation_profile,
     head_sweep,
     mediators,
+    minimal_pairs,
     mlp_sweep,
     profile,
     scaling_edits,
     scaling_sweep,
     schedule,
+    side_by_side,
     site_table,
     validate,
 )
+from lens_geometry.pairs import PAIR_SETS, load_pairs
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
@@ -95,6 +101,8 @@ MLP = MlpSettings()
 ATTENTION = AttentionSettings()
 GENERATION = GenerationSettings()
 EVALUATION = EvaluationSettings()
+PAIRS = PairSettings()
+DISSOCIATION = DissociationSettings()
 MEDIATORS = MediatorSettings()
 
 
@@ -466,6 +474,68 @@ def evaluate_command(
     return _saved(result, out)
 
 
+def dissociate_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    pairs: tuple[str, ...] = ("agreement-simple",),
+    beside: tuple[str, ...] = (),
+    out: Path = Path("results/dissociate"),
+    settings: DissociationSettings = DISSOCIATION,
+) -> int:
+    """Turn hidden states, or change their length, by the same distance: which breaks the loss, which agreement?
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry dissociate --layers 10-17 --displacements 0.1 0.2 --variants default as_run
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        pairs: sets of minimal pairs, see `lens-geometry pairs`: names, .jsonl files as in BLiMP, SyntaxGym suites
+            (.json); none for the loss alone.
+        beside: more models, for which the same is done, in one table: say, one with LayerNorm beside one with RMSNorm.
+        out: directory for the journals, table.parquet, table.csv, meta.json and figure.html.
+        settings: which perturbations, by how much, in which layers.
+    """
+    data, found = load_text(text), []
+    for number, name in enumerate((loading.model, *beside)):
+        own = out / f"model{number}" if beside else out
+        model = replace(loading, model=name).load()
+        found.append(dissociation(model, data, pairs or None, settings, out=own))
+    result = side_by_side(found) if beside else found[0]
+    print(summaries.dissociation_summary(result.table))
+    return _saved(result, out)
+
+
+def pairs_command(
+    loading: Loading = LOADING,
+    sets: tuple[str, ...] = PAIR_SETS,
+    conditions: tuple[str, str] | None = None,
+    region: str | None = None,
+    out: Path = Path("results/pairs"),
+    settings: PairSettings = PAIRS,
+) -> int:
+    """Score minimal pairs: how often, and by how much, does the model prefer the grammatical sentence?
+
+    Example: lens-geometry pairs --sets agreement-simple anaphor-gender --max-pairs 100
+
+    Args:
+        loading: which model.
+        sets: generated sets (all by default; "agreement" is the four of agreement as one), .jsonl files as in BLiMP,
+            SyntaxGym suites (.json), or hf:nyu-mll/blimp:CONFIG.
+        conditions: of SyntaxGym suites: the good and the bad condition, where a suite does not say which.
+        region: of SyntaxGym suites, with conditions: the number of the critical region.
+        out: directory for table.parquet, table.csv, meta.json and figure.html.
+        settings: how many pairs, and how they are scored.
+    """
+    found = [
+        load_pairs(name, max_pairs=settings.max_pairs, seed=settings.seed, conditions=conditions, region=region)
+        for name in sets
+    ]
+    result = minimal_pairs(loading.load(), found, settings)
+    print(summaries.pairs_summary(result.table))
+    return _saved(result, out)
+
+
 def mediators_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -504,6 +574,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "attention": attention_command,
     "generate": generate_command,
     "evaluate": evaluate_command,
+    "pairs": pairs_command,
+    "dissociate": dissociate_command,
     "mediators": mediators_command,
 }
 

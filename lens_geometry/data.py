@@ -46,7 +46,8 @@ class Tokens:
     `meta["tokens_sha256"]` is over the ids as little-endian int64 in row order, padding included.
     `scored` is True for the tokens whose losses count and whose activations are profiled, among the real ones; None
     for all of them. `meta["scored"]` says which they are in words, and `meta["scored_sha256"]` is over their bytes.
-    `noise_ids` are the sequences' numbers for noise: rows with one number get the same; None numbers them by row.
+    `noise_ids` says which sequence's noise each row gets, where rows share one (both sentences of a minimal pair); None
+    gives every row its own.
     """
 
     ids: Int[Tensor, "sequence pos"]
@@ -63,8 +64,8 @@ class Tokens:
     def take(self, rows: slice) -> Tokens:
         """Some of the sequences. The provenance stays that of all."""
         scored = None if self.scored is None else self.scored[rows]
-        numbers = None if self.noise_ids is None else self.noise_ids[rows]
-        return replace(self, ids=self.ids[rows], mask=self.mask[rows], scored=scored, noise_ids=numbers)
+        noise_ids = None if self.noise_ids is None else self.noise_ids[rows]
+        return replace(self, ids=self.ids[rows], mask=self.mask[rows], scored=scored, noise_ids=noise_ids)
 
 
 def tokenize(
@@ -127,7 +128,7 @@ def tokenize(
     if context and sequence_length > context:
         problem = f"sequence_length {sequence_length} is longer than the model's context of {context}"
         raise DataError(problem, where=text.name, cure=f"pass sequence_length={context} or less")
-    bos, pad = _special_ids(model, prepend_bos)
+    bos, pad = special_ids(model, prepend_bos)
     if text.arrangement == REPEATED:
         return _repeated(model, text, sequence_length - prepend_bos, max_sequences, bos if prepend_bos else None, seed)
 
@@ -166,7 +167,7 @@ def tokenize(
         "tokens_dropped": sum(map(len, documents)) - sum(len(piece) for *_, piece in pieces),
         "pad_token_id": pad,
     }
-    return Tokens(ids, mask, _meta(ids, mask, about, available=len(pieces), bos=bos if prepend_bos else None))
+    return Tokens(ids, mask, tokens_meta(ids, mask, about, available=len(pieces), bos=bos if prepend_bos else None))
 
 
 def _as_text(data: Any) -> Text:
@@ -214,7 +215,7 @@ def _evenly_spaced(available: int, wanted: int | None) -> list[int]:
     return [(2 * i + 1) * available // (2 * wanted) for i in range(wanted)]
 
 
-def _special_ids(model: Any, prepend_bos: bool) -> tuple[int, int]:
+def special_ids(model: Any, prepend_bos: bool) -> tuple[int, int]:
     """BOS (-1 when it is not asked for) and the id to pad with: the tokenizer's pad, its EOS, or 0."""
     tokenizer, d_vocab = getattr(model, "tokenizer", None), model.cfg.d_vocab
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -250,7 +251,7 @@ def _repeated(model: Any, text: Text, room: int, max_sequences: int | None, bos:
         "odd_place_left_out": bool(room % 2),
         "scored": "only the repeat is scored",
     }
-    meta = _meta(ids, mask, about, available=sequences, bos=bos, scored=scored)
+    meta = tokens_meta(ids, mask, about, available=sequences, bos=bos, scored=scored)
     return Tokens(ids, mask, {**meta, "sequences_available": None, "sampling": "drawn at random"}, scored)
 
 
@@ -260,7 +261,7 @@ def _from_ids(model: Any, ids: Tensor, max_sequences: int | None) -> Tokens:
     chosen = ids.detach().to("cpu", torch.int64)[_evenly_spaced(len(ids), max_sequences)]
     mask = torch.ones_like(chosen, dtype=torch.bool)
     about = {"text": "token ids", "source": "given by the caller", "licence": "unknown", "text_sha256": None}
-    return Tokens(chosen, mask, _meta(chosen, mask, about, available=len(ids), bos=None))
+    return Tokens(chosen, mask, tokens_meta(chosen, mask, about, available=len(ids), bos=None))
 
 
 def _meta_of_given(tokens: Tokens) -> dict[str, Any]:
@@ -283,9 +284,10 @@ def _counted(ids: Tensor, mask: Tensor, scored: Tensor | None) -> dict[str, Any]
     }
 
 
-def _meta(
+def tokens_meta(
     ids: Tensor, mask: Tensor, about: dict[str, Any], *, available: int, bos: int | None, scored: Tensor | None = None
 ) -> dict[str, Any]:
+    """The provenance of tokens: `about` their source, and what follows from ids and masks."""
     return {
         "scored": EVERY_TOKEN,
         **about,

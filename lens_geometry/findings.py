@@ -9,9 +9,11 @@ import numpy as np
 import pandas as pd
 
 from lens_geometry.axes import interval, number, require
+from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
+SEVERAL = 4  # verdicts told with their contrasts; of more only which they are
 NO_PROFILE = "How parallel the updates are to their references was not measured."
 NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
@@ -29,10 +31,11 @@ def findings(results: Sequence[Result]) -> list[str]:
     """A sentence or two for each kind of result that is here, in a fixed order.
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
-    single heads cost (head sweep); how much of its branch an edit changes (applied strength); how displacements grow
-    over several pushes (mediators). Taken from the first result of each kind; what such a result does not hold is said
-    not to be measured. To cost more is to have the higher change of loss. Two changes are called different only where
-    their 95 % intervals are apart, or where one of them has no interval, which is then said.
+    single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
+    size hurt different things (dissociation); how displacements grow over several pushes (mediators). Taken from the
+    first result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
+    higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
+    them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -146,6 +149,28 @@ def strength_sentence(table: pd.DataFrame) -> str:
     )
 
 
+def dissociation_sentence(table: pd.DataFrame) -> str:
+    """The verdict on direction against magnitude, with its numbers; of many variants only which has which."""
+    decided = verdict(table)
+    rows = decided[decided["regime"] == "all"]
+    rows = rows[rows["quantity"] == rows["quantity"].iloc[0]]
+    found = {label(rows, part): own.iloc[0] for part, own in groups(rows).items()}
+    about = f"text against minimal pairs ({rows['quantity'].iloc[0]})" if rows["quantity"].iloc[0] else "text alone"
+    if len(found) == 1:
+        told = [f"{row['verdict']}, {row['sentence']}" for row in found.values()]
+    elif len(found) <= SEVERAL:
+        told = [f"{name} {row['verdict']} ({_both_contrasts(row)})" for name, row in found.items()]
+    else:
+        names = {word: [name for name, row in found.items() if row["verdict"] == word] for word in VERDICTS}
+        told = [f"{word} for {_join(own)}" for word, own in names.items() if own]
+    return f"Hidden states turned and rescaled by the same distance, {about}: {_join(told, '; ')}."
+
+
+def _both_contrasts(row: pd.Series) -> str:
+    loss, pairs = (number(row[name], signed=True) for name in ("loss_contrast", "contrast"))
+    return f"contrast {loss} of the loss, {pairs} of the {row['quantity']}" if row["quantity"] else f"contrast {loss}"
+
+
 def mediators_sentence(table: pd.DataFrame) -> str:
     """How the displacement grows over the pushes of several layers, and how the pushes alone would."""
     require(table, "variant kind displacement mediator measure seed value low high", "mediators")
@@ -174,6 +199,7 @@ SENTENCES = {
     "mlp_sweep": (removal_sentence,),
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
+    "dissociation": (dissociation_sentence,),
     "mediators": (mediators_sentence,),
 }
 Change = tuple[float, float, float]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lens_geometry.errors import GeometryError
+from lens_geometry.errors import DataError, GeometryError
 
 
 class SequenceLosses(NamedTuple):
@@ -60,6 +60,33 @@ def sequence_losses(
     return SequenceLosses(sums.numpy(), scored.sum(1).cpu().numpy(), (scored & ~finite).sum(1).cpu().numpy())
 
 
+Scoring = Literal["sentence", "word", "normalised"]
+SCORINGS: tuple[Scoring, ...] = ("sentence", "word", "normalised")
+
+
+def pair_margins(losses: SequenceLosses, scoring: Scoring) -> NDArray[np.float64]:
+    """log p(good) - log p(bad) of minimal pairs, in nats, [pair]; the rows are good_0, bad_0, good_1, bad_1, ...
+
+    "normalised" divides each sentence's log-probability by the number of its scored tokens; "sentence" and "word" are
+    sums over what was scored. NaN where a sentence has a loss that is not finite, or none at all.
+    """
+    if scoring not in SCORINGS:
+        raise DataError(f"there is no scoring {scoring!r}", cure=f"choose one of {', '.join(SCORINGS)}")
+    if len(losses.sums) % 2:
+        raise DataError(f"{len(losses.sums)} rows are no pairs", cure="pass the losses of tokenize_pairs' rows")
+    whole = (losses.nonfinite == 0) & (losses.counts > 0)
+    divisors = np.maximum(losses.counts, 1) if scoring == "normalised" else 1
+    scores = np.where(whole, -losses.sums / divisors, np.nan)
+    margins: NDArray[np.float64] = scores[::2] - scores[1::2]
+    return margins
+
+
+def pair_accuracy(margins: NDArray[np.float64]) -> float:
+    """The share of pairs with a margin above 0, among those that have one; a tie is no success. NaN without any."""
+    finite = margins[np.isfinite(margins)]
+    return float((finite > 0).mean()) if len(finite) else float("nan")
+
+
 def attention_entropy(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query"]:
     """How widely each head spreads a token's attention, in nats: -sum over keys of A log A, with 0 log 0 = 0.
 
@@ -97,7 +124,7 @@ def query_key_alignment(
     if n_heads % n_kv or k.shape[3] != q.shape[3] or any(shape != expected for shape in given):
         raise GeometryError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and a pattern {given[0]} do not fit each other",
-            cure="pass q [batch, pos, head, d], k [batch, pos, kv, d] kv dividing the heads, and that pattern",
+            cure="pass q [batch, pos, head, d], k [batch, pos, kv, d], kv dividing the heads, and that pattern",
         )
     working = torch.promote_types(q.dtype, torch.float32)
     queries = rearrange(q.to(working), "batch query (kv group) d -> batch kv group query d", kv=n_kv)

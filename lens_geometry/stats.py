@@ -5,6 +5,7 @@ Sequences, not tokens, are what is resampled: the tokens of one text depend on e
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -197,3 +198,64 @@ def paired_interval(
 
 def _has_text(item: Any) -> bool:
     return isinstance(item, str) or (isinstance(item, list | tuple) and any(map(_has_text, item)))
+
+
+def two_way_means(
+    arrays: Sequence[Floats], populations: Sequence[int] | None = None, *, seed: int = 0, resamples: int = 2000
+) -> list[Floats]:
+    """Means over seeds and items when both are drawn anew: [..., seed, item] gives [resample, ...] for each array.
+
+    Seeds and items are drawn independently of each other (crossed) and alike for all arrays. An array with one seed is
+    the same for all seeds. `populations` says which arrays share their items; by default all do. Items are not drawn
+    where a population has only one, nor seeds where there is only one; with one of each there is nothing to draw and
+    the means are NaN. An array with a NaN has NaN means.
+    """
+    populations = [0] * len(arrays) if populations is None else populations
+    seeds = max(array.shape[-2] for array in arrays)
+    seed_weights = _drawn_weights(seeds, (seed, 0), resamples)
+    sizes = {population: array.shape[-1] for array, population in zip(arrays, populations, strict=True)}
+    item_weights = {name: _drawn_weights(size, (seed, 1, name), resamples) for name, size in sizes.items()}
+    found = []
+    for array, population in zip(arrays, populations, strict=True):
+        weights = item_weights[population]
+        by_seed = array @ weights.T / weights.shape[1]  # [..., seed, resample]
+        drawn = seed_weights if array.shape[-2] == seeds else np.ones((resamples, 1))
+        means = np.einsum("...sr,rs->r...", by_seed, drawn) / drawn.shape[1]
+        found.append(np.full_like(means, np.nan) if max(seeds, weights.shape[1]) < 2 else means)
+    return found
+
+
+def _drawn_weights(n: int, key: tuple[int, ...], resamples: int) -> Floats:
+    """How often each of `n` is drawn when `n` are drawn with replacement, [resample, n], further from 1 for small n.
+
+    The counts' distances from 1 are stretched by what Student's t adds to a normal interval of n numbers: five seeds
+    drawn plainly give a 95 % interval that covers 85 %.
+    """
+    if n < 2:
+        return np.ones((resamples, n))
+    tail = (1 - CONFIDENCE) / 2
+    stretch = math.sqrt(n / (n - 1)) * stats.t.isf(tail, n - 1) / stats.norm.isf(tail)
+    counts = np.random.default_rng(key).multinomial(n, np.full(n, 1 / n), resamples)
+    return np.asarray(1.0 + stretch * (counts - 1.0))
+
+
+def percentile_interval(draws: Floats) -> tuple[Floats, Floats]:
+    """Ends of the 95 % interval over the first axis, [resample, ...]: values that occur, inf the largest, no NaN."""
+    tail = (1 - CONFIDENCE) / 2
+    ends = quantiles(np.moveaxis(np.asarray(draws), 0, -1), (tail, 1 - tail))
+    return ends[..., 0], ends[..., 1]
+
+
+def two_way_interval(
+    arrays: Sequence[Floats], statistic: Callable[..., Floats], *, seed: int = 0, resamples: int = 2000
+) -> tuple[Floats, Floats]:
+    """Percentile interval (95 %) of a statistic of means, by drawing seeds and items anew, independently (crossed).
+
+    `statistic` gets the means of each array [..., seed, item] as [resample, ...]; see `two_way_means`. The interval is
+    for other seeds *and* other items of the same kind; it is a little too wide where seed and item act only together.
+
+    >>> low, high = two_way_interval([np.arange(20.0).reshape(2, 10)], lambda mean: mean)
+    >>> bool(low < 9.5 < high)
+    True
+    """
+    return percentile_interval(statistic(*two_way_means(arrays, seed=seed, resamples=resamples)))

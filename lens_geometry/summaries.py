@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pandas as pd
 
 from lens_geometry.basin_plots import basin_range, basins
+from lens_geometry.dissociation_plots import KINDS, ratio_words
+from lens_geometry.dissociation_verdict import groups, label, verdict
 from lens_geometry.experiments import diagonal_numbers
 from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.results import Result
@@ -139,3 +144,53 @@ def evaluation_summary(table: pd.DataFrame) -> str:
     """Score and its change with interval, a row for each task, metric and edit."""
     shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
     return shown.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
+
+
+def pairs_summary(table: pd.DataFrame) -> str:
+    """Accuracy and mean margin with intervals, a row for each set and scoring."""
+    whole = table[table["feature"] == "all"]
+    shown = pd.DataFrame(
+        {
+            "set": whole["set"],
+            "scoring": whole["scoring"],
+            "pairs": whole["n_pairs"],
+            "accuracy": [_with_interval(row, "accuracy", "{:.1%}") for row in whole.to_dict("records")],
+            "margin": [_with_interval(row, "margin", "{:+.3f}") for row in whole.to_dict("records")],
+            "ties": whole["n_ties"],
+            "status": whole["status"],
+        }
+    )
+    words = "share of pairs with the grammatical sentence ahead, and log p(good) - log p(bad) in nats; 95 % intervals\n"
+    return words + shown.to_string(index=False)
+
+
+def _with_interval(row: Any, name: str, pattern: str) -> str:
+    value, *ends = (pattern.format(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{value} [{', '.join(ends)}]"
+
+
+def dissociation_summary(table: pd.DataFrame) -> str:
+    """Of every variant the damage by displacement, both kinds beside each other, and the verdict in words."""
+    lines = ["damage by displacement: change of loss, drop of margin (both in nats) and of accuracy; 95 % intervals"]
+    decided = groups(verdict(table))
+    for part, rows in groups(table).items():
+        lines.append(f"\n{label(table, part)}".rstrip())
+        single = rows[(rows["regime"] == "") & rows["seed"].isna() & rows["displacement"].notna()]
+        shown = []
+        for (name, displacement), found in single.groupby(["quantity", "displacement"], sort=False):
+            by_kind = found.set_index("kind")
+            cells = {kind: by_kind.loc[kind, "value"] for kind in KINDS}
+            ratio = by_kind.loc["ratio"]
+            error = 100 * by_kind.loc[list(KINDS), "displacement_max_error"].max()
+            words = ratio_words(ratio) if ratio["status"] == "ok" else ratio["status"]
+            about = {"quantity": name, "displacement": displacement}
+            shown.append({**about, **cells, "angular / magnitude": words, "largest error %": error})
+        formats: dict[str, Callable[[float], str]] = {
+            "displacement": "{:g}".format,
+            "largest error %": "{:.2g}".format,
+        }
+        formats |= dict.fromkeys(KINDS, lambda value: f"{value:+.4f}" if value == value else "-")
+        lines.append(pd.DataFrame(shown).to_string(index=False, formatters=formats, na_rep="-"))
+        for row in decided[part].query("regime == 'all'").itertuples():
+            lines.append(f"{row.verdict}: {row.sentence}")
+    return "\n".join(lines)

@@ -226,7 +226,7 @@ def _from_hugging_face(name: str, max_characters: int | None) -> Text:
     path, config, split, column = (parts + [""] * 4)[:4]
     split, column = split or "test", column or "text"
     if not Path(path).exists():
-        _require_hub(path, name)
+        require_hub(path, name)
     try:
         rows = datasets.load_dataset(path, config or None, split=split, streaming=max_characters is not None)
         if column not in (rows.column_names or [column]):
@@ -257,7 +257,7 @@ def _row_texts(rows: Iterable[dict[str, Any]], column: str, name: str) -> Iterat
             yield _normal(text)
 
 
-def _require_hub(path: str, name: str) -> None:
+def require_hub(path: str, name: str, *, instead: str = "bundled text (austen, moby-dick) or a local .txt") -> None:
     """Raise DataError unless the hub answers for this data set or an earlier download is in the cache."""
     import datasets
     import huggingface_hub
@@ -273,7 +273,7 @@ def _require_hub(path: str, name: str) -> None:
         raise DataError(problem, where=name, cure="check the path, or log in with `hf auth login`") from error
     except Exception as error:
         if not cached.exists():
-            cure = "go online, or use bundled text (austen, moby-dick) or a local .txt"
+            cure = f"go online, or use {instead}"
             raise DataError(
                 f"the Hugging Face hub is out of reach ({type(error).__name__})", where=name, cure=cure
             ) from error

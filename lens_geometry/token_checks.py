@@ -63,8 +63,10 @@ def check_scored(ids: Tensor, mask: Tensor, scored: Tensor | None) -> None:
         )
 
 
-def check_noise_ids(ids: Tensor, numbers: tuple[int, ...] | None) -> None:
-    """Raise DataError unless there is a number for every sequence."""
-    if numbers is not None and len(numbers) != len(ids):
-        problem = f"there are {len(numbers)} noise_ids for {len(ids)} sequences"
-        raise DataError(problem, cure="give one number for each sequence, or None")
+def check_noise_ids(ids: Tensor, noise_ids: tuple[int, ...] | None) -> None:
+    """Raise DataError unless `noise_ids` has a whole number for every sequence, or is None."""
+    if noise_ids is None:
+        return
+    if len(noise_ids) != len(ids) or not all(isinstance(number, int) and number >= 0 for number in noise_ids):
+        problem = f"{len(noise_ids)} noise ids do not belong to {len(ids)} sequences"
+        raise DataError(problem, where="noise_ids", cure="give one whole number of 0 or more per sequence, or None")

@@ -224,6 +224,24 @@ def test_attention_writes_its_files_and_prints_the_diagonal(capsys, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == files
 
 
+def test_pairs_scores_sets_and_files_and_prints_accuracies(capsys, tmp_path):
+    lines = [{"sentence_good": "The boys walk.", "sentence_bad": "The boys walks."}] * 2
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    few = ["--max-pairs", 5, "--no-progress", "--scorings", "word"]
+    code, out, _ = run(
+        capsys, "pairs", *TINY, "--sets", "anaphor-gender", tmp_path / "own.jsonl", *few, "--out", tmp_path / "out"
+    )
+    assert code == 0
+    assert "anaphor-gender" in out
+    result = Result.load(tmp_path / "out")
+    assert dict(result.table.groupby("set")["n_pairs"].max()) == {"anaphor-gender": 5, "own": 2}
+    assert set(result.table["scoring"]) == {"word"}
+    code, _, err = run(capsys, "pairs", *TINY, "--sets", "agreement-simpel")
+    assert (code, "agreement-simple" in err) == (2, True)
+    code, _, err = run(capsys, "pairs", *TINY, "--sets", "anaphor-gender", "--conditions", "a", "b")
+    assert (code, "SyntaxGym" in err) == (2, True)
+
+
 @pytest.mark.parametrize("arguments", [["profil"], ["profile", "--no-such-option"], ["scale", "--parallel", "much"]])
 def test_a_command_that_cannot_be_read_ends_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as ended:

@@ -11,7 +11,7 @@ import zoo
 from lens_geometry import Batch, perturb
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.edits.mediating import MEDIATORS, MediatorReader, angle
-from lens_geometry.errors import DataError, GeometryError, ResultError, SiteError
+from lens_geometry.errors import DataError, ResultError, SiteError
 from lens_geometry.experiments import mediators, scaling_sweep
 from lens_geometry.experiments.mediator_rows import Measured, Pushed, as_table, rows
 from lens_geometry.findings import NO_GROWTH, findings, mediators_sentence
@@ -207,14 +207,19 @@ def test_every_class_of_model_is_measured(name, backend):
 
 def test_shared_noise_adds_up_where_fresh_noise_walks_at_random():
     model, ids = zoo.build("llama_gqa"), zoo.tokens(4, 10)
-    settings = {"layers": "all", "seeds": 2, "displacements": (0.05,), "variants": ("default", "shared", "fixed")}
+    settings = {
+        "layers": "all",
+        "seeds": 2,
+        "displacements": (0.05,),
+        "variants": ("default", "shared_noise", "fixed_signs"),
+    }
     table = mediators(model, ids, **settings, **QUIET).table
     alone = table[(table["mediator"] == "growth_of_pushes") & (table["measure"] == "growth_exponent")]
     found = alone[alone["seed"].isna()].set_index(["variant", "kind"])["value"]
     assert found["default", "angular"] == pytest.approx(0.5, abs=0.06)
-    assert found["shared", "angular"] > 0.85
-    assert found["fixed", "magnitude"] > found["default", "magnitude"] + 0.2
-    assert found["fixed", "angular"] == found["default", "angular"]  # signs are nothing to a turn
+    assert found["shared_noise", "angular"] > 0.85
+    assert found["fixed_signs", "magnitude"] > found["default", "magnitude"] + 0.2
+    assert found["fixed_signs", "angular"] == found["default", "angular"]  # signs are nothing to a turn
 
 
 def made_up(n_sequences=30, seeds=2, slope=2.0, lost=()):
@@ -271,6 +276,18 @@ def test_a_displacement_that_is_too_long_is_a_status_and_not_the_end():
     assert statuses["angular", 0.1] == "ok"
     assert result.meta["counts"]["impossible_conditions"] == 2
     assert any("one layer is perturbed" in warning for warning in result.meta["warnings"])
+
+
+def test_places_that_were_turned_right_round_or_moved_less_than_asked_are_counted():
+    model, ids = zoo.build("llama_gqa"), zoo.tokens(2, 8)
+    table = mediators(model, ids, layers="1-2", displacements=(2.5,), variants=("as_run",), seeds=2, **QUIET).table
+    loss = table[table["mediator"] == "loss"].set_index([table["kind"][table["mediator"] == "loss"], "seed"])
+    flipped, clipped = loss["n_flipped"], loss["n_clipped"]
+    assert clipped["angular"].tolist() == [56, 28, 28]  # every place of two layers
+    assert not clipped["magnitude"].any()
+    pooled, *alone = flipped["magnitude"]
+    assert pooled == sum(alone)
+    assert 0 < alone[0] < 28  # those that shrink
 
 
 def test_a_stopped_run_goes_on_where_it_was_to_the_same_table(tmp_path, monkeypatch):
@@ -332,8 +349,9 @@ def test_angles_are_exact_where_they_are_small():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"variants": ("sideways",)}, GeometryError, "choose|sideways"),
-        ({"kinds": ()}, GeometryError, "kinds"),
+        ({"variants": ("sideways",)}, DataError, "sideways"),
+        ({"variants": ("principal",)}, DataError, "principal"),
+        ({"kinds": ()}, DataError, "kinds"),
         ({"displacements": (0.0,)}, DataError, "above 0"),
         ({"displacements": 0.1}, DataError, "tuple"),
         ({"seeds": 0}, DataError, "seeds is 0"),

@@ -32,12 +32,14 @@ class Tally:
     """Sums over a pass's measured tokens and their number, both [sequence, mediator, level].
 
     Level L is layer L, and the last level the stream that leaves the last layer. What is not finite is left out.
+    `clipped` and `flipped` count, for each sequence, places that were moved less than asked or turned right round.
     """
 
     def __init__(self, measured: Bool[Tensor, "batch pos"], levels: int) -> None:
         self.measured = measured.cpu()
         self.sums = torch.zeros(len(measured), len(MEDIATORS), levels, dtype=torch.float64)
         self.counts = torch.zeros(self.sums.shape, dtype=torch.int64)
+        self.clipped, self.flipped = (torch.zeros(len(measured), dtype=torch.int64) for _ in range(2))
 
     def put(self, mediator: str, level: int, values: Float[Tensor, "batch pos"]) -> None:
         values = values.detach().cpu().double()
@@ -114,10 +116,15 @@ class MediatorReader:
         streams = [(HOOKS[name].format(layer), comparer(name, layer)) for name, layer in self._streams()]
         return [*streams, *self._attention()]
 
-    def record(self, layer: int, before: Tensor, after: Tensor, *_: Any) -> None:
-        """A push at a layer's input."""
+    def record(
+        self, layer: int, before: Tensor, after: Tensor, wanted: Tensor, chosen: Tensor, clipped: Tensor
+    ) -> None:
+        """A push at a layer's input; see `edits.perturbing.Record`."""
         working = torch.promote_types(before.dtype, torch.float32)
-        push = after.to(working) - before.to(working)
+        before, after = before.to(working), after.to(working)
+        push = after - before
+        self.tally.clipped += clipped.sum(1).cpu()
+        self.tally.flipped += (chosen & (torch.linalg.vecdot(before, after) < 0)).sum(1).cpu()
         self._pushes, self._pushed_at = self._pushes + 1, layer
         self._sum, self._squares = self._sum + push, self._squares + push.square().sum(-1)
 

@@ -13,7 +13,7 @@ import pandas as pd
 from lens_geometry.edits.mediating import BRANCH, GROWTH, MEDIATORS, STREAM
 from lens_geometry.mediation import FEWEST_POINTS, explained, explained_beyond, explained_in_rank, growth_exponent
 from lens_geometry.metrics import SequenceLosses
-from lens_geometry.stats import CONFIDENCE, Floats, quantiles
+from lens_geometry.stats import Floats, percentile_interval, two_way_means
 
 STATUSES = ("ok", "no_effect", "nonfinite", "impossible")  # the worst last
 SHARES = ("explained", "explained_in_rank", "explained_beyond")
@@ -23,11 +23,16 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass over all sequences: mediators summed over tokens and their numbers, [sequence, mediator, level]."""
+    """One pass over all sequences: mediators summed over tokens and their numbers, [sequence, mediator, level].
+
+    `clipped` and `flipped` count places that were moved less than asked, or turned right round.
+    """
 
     sums: Floats
     counts: Floats
     losses: SequenceLosses
+    clipped: int = 0
+    flipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,20 +67,21 @@ def rows(pushed: Pushed, clean: Measured, *, seed: int) -> list[dict[str, Any]]:
 
 def as_table(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """The rows as a table, whole numbers as such."""
-    return pd.DataFrame(found).astype(dict.fromkeys(("layer", "pushes", "seed"), "Int64"))
+    return pd.DataFrame(found).astype(dict.fromkeys(("layer", "pushes", "seed", "n_clipped", "n_flipped"), "Int64"))
 
 
 def _scope(
     pushed: Pushed, clean: Measured, runs: list[Measured], number: int | None, status: str, seed: int
 ) -> Iterator[dict[str, Any]]:
     """Means by layer, the growth's exponents and the loss, of one seed or of several pooled."""
-    draws = _Draws(len(clean.sums), len(runs), seed)
+    n_sequences = len(clean.sums)
+    moved = {"n_clipped": sum(run.clipped for run in runs), "n_flipped": sum(run.flipped for run in runs)}
 
     def row(mediator: str, measure: str, **columns: Any) -> dict[str, Any]:
-        return _row(pushed, number, mediator, measure, status, len(runs), len(clean.sums), **columns)
+        return _row(pushed, number, mediator, measure, status, len(runs), n_sequences, **moved, **columns)
 
-    values, drawn = draws.means([(run.sums, run.counts) for run in runs])
-    before, before_drawn = draws.means([(clean.sums, clean.counts)] * len(runs))
+    values, drawn = _means([(run.sums, run.counts) for run in runs], seed)
+    before, before_drawn = _means([(clean.sums, clean.counts)], seed)
     levels = values.shape[-1]
     for place, mediator in enumerate(MEDIATORS):
         if not np.isfinite(values[place]).any():
@@ -85,7 +91,7 @@ def _scope(
         if mediator in GROWTH:
             value, sample = np.sqrt(value), np.sqrt(sample)
             steps = [level for level in range(levels) if np.isfinite(value[level])]
-            low, high = draws.interval(growth_exponent(sample[:, steps]))
+            low, high = _interval(growth_exponent(sample[:, steps]), n_sequences)
             found = float(growth_exponent(value[steps]))
             yield row(mediator, "growth_exponent", value=found, low=low, high=high)
         if mediator in (*STREAM, *BRANCH, *GROWTH):  # the clean pass compared with itself
@@ -97,44 +103,33 @@ def _scope(
                 "mean",
                 layer=int(level),
                 pushes=sum(layer <= level for layer in pushed.layers),
-                **_compared(draws, value[level], sample[:, level], reference[level], reference_sample[:, level]),
+                **_compared(n_sequences, value[level], sample[:, level], reference[level], reference_sample[:, level]),
             )
-    losses, loss_draws = draws.means([_loss_sums(run) for run in runs])
-    base, base_draws = draws.means([_loss_sums(clean)] * len(runs))
-    loss = _compared(draws, losses[0, 0], loss_draws[:, 0, 0], base[0, 0], base_draws[:, 0, 0])
-    yield row("loss", "mean", **loss)
+    losses, loss_draws = _means([_loss_sums(run) for run in runs], seed)
+    base, base_draws = _means([_loss_sums(clean)], seed)
+    finite = n_sequences if status != "nonfinite" else 0  # a loss over the rest has no interval
+    yield row("loss", "mean", **_compared(finite, losses, loss_draws, base, base_draws))
 
 
-class _Draws:
-    """Sequences drawn anew, and seeds drawn anew where there are several: how often each stands in each resample."""
-
-    def __init__(self, sequences: int, seeds: int, seed: int) -> None:
-        noise = np.random.default_rng(seed)
-        self.sequences = noise.multinomial(sequences, np.full(sequences, 1 / sequences), RESAMPLES).astype(float)
-        self.seeds = noise.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES).astype(float)
-
-    def means(self, runs: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
-        """`(mean, means of the resamples)` of sums over counts [sequence, ...], all seeds together."""
-        sums, counts = (np.stack(arrays) for arrays in zip(*runs, strict=True))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return sums.sum((0, 1)) / counts.sum((0, 1)), self._drawn(sums) / self._drawn(counts)
-
-    def interval(self, sample: Floats) -> tuple[float, float]:
-        """Percentiles of resampled statistics; none where there is one sequence only."""
-        if self.sequences.shape[1] < 2:
-            return math.nan, math.nan
-        tail = (1 - CONFIDENCE) / 2
-        low, high = quantiles(sample, (tail, 1 - tail))
-        return float(low), float(high)
-
-    def _drawn(self, arrays: Floats) -> Floats:
-        per_seed = np.tensordot(self.sequences, arrays, ([1], [1]))  # [resample, seed, ...]
-        return np.einsum("rs,rs...->r...", self.seeds, per_seed)
+def _means(runs: Sequence[tuple[Floats, Floats]], seed: int) -> tuple[Floats, Floats]:
+    """`(mean, means of the resamples)` of sums over counts [sequence, ...], all seeds together."""
+    sums, counts = (np.moveaxis(np.stack(arrays), (0, 1), (-2, -1)) for arrays in zip(*runs, strict=True))
+    drawn_sums, drawn_counts = two_way_means([sums, counts], seed=seed)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums.sum((-2, -1)) / counts.sum((-2, -1)), drawn_sums / drawn_counts
 
 
-def _compared(draws: _Draws, value: Any, sample: Any, reference: Any, reference_sample: Any) -> dict[str, float]:
-    low, high = draws.interval(sample)
-    change_low, change_high = draws.interval(sample - reference_sample)
+def _interval(drawn: Floats, sequences: int) -> tuple[float, float]:
+    """Percentiles of resampled statistics; none where there is one sequence only."""
+    if sequences < 2:
+        return math.nan, math.nan
+    low, high = percentile_interval(drawn)
+    return float(low), float(high)
+
+
+def _compared(sequences: int, value: Any, drawn: Any, reference: Any, reference_drawn: Any) -> dict[str, float]:
+    low, high = _interval(drawn, sequences)
+    change_low, change_high = _interval(drawn - reference_drawn, sequences)
     found = {"value": value, "low": low, "high": high, "clean": reference}
     return {**found, "change": value - reference, "change_low": change_low, "change_high": change_high}
 
@@ -155,7 +150,8 @@ def _shares(
         for place, mediator in enumerate(MEDIATORS)
         if mediator not in GROWTH
     }
-    draws = _Draws(n_sequences, 1, seed)
+    even = np.full(n_sequences, 1 / n_sequences)
+    times_drawn = np.random.default_rng(seed).multinomial(n_sequences, even, RESAMPLES).astype(float)
     for mediator, change in changes.items():
         if not np.isfinite(change).any():
             continue
@@ -169,9 +165,9 @@ def _shares(
                 arrays = [np.where(kept, x, 0.0).ravel() for x in (change, damage, changes[KNOWN])]
                 whole, drawn = (  # all seeds of a sequence go together; a point that is left out never counts
                     (kept * times[..., None, :]).reshape(*times.shape[:-1], -1)
-                    for times in (np.ones(n_sequences), draws.sequences)
+                    for times in (np.ones(n_sequences), times_drawn)
                 )
-                low, high = draws.interval(_share(measure, arrays, drawn))
+                low, high = _interval(_share(measure, arrays, drawn), n_sequences)
                 columns |= {"value": float(_share(measure, arrays, whole)), "low": low, "high": high}
             told = "few_points" if points < FEWEST_POINTS else status
             yield _row(pushed, None, mediator, measure, told, len(runs), n_sequences, **columns)
@@ -201,13 +197,12 @@ def _damage(run: Measured, clean: Measured) -> Floats:
     base, base_counts = _loss_sums(clean)
     lost = run.losses.nonfinite > 0
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(lost, math.nan, (sums / counts - base / base_counts)[:, 0, 0])
+        return np.where(lost, math.nan, sums / counts - base / base_counts)
 
 
 def _loss_sums(run: Measured) -> tuple[Floats, Floats]:
-    """Summed finite losses and their number, [sequence, 1, 1]."""
-    counts = (run.losses.counts - run.losses.nonfinite).astype(float)
-    return run.losses.sums[:, None, None], counts[:, None, None]
+    """Summed finite losses and their number, [sequence]."""
+    return run.losses.sums, (run.losses.counts - run.losses.nonfinite).astype(float)
 
 
 def _status(run: Measured | None, clean: Measured) -> str:
@@ -231,6 +226,8 @@ def _row(
         "pushes": columns.get("pushes", pd.NA),
         "seed": pd.NA if number is None else number,
         **{name: float(columns.get(name, math.nan)) for name in numbers},
+        "n_clipped": columns.get("n_clipped", pd.NA),
+        "n_flipped": columns.get("n_flipped", pd.NA),
         "n_seeds": seeds,
         "n_sequences": sequences,
         "n_points": columns.get("n_points", seeds * sequences),

@@ -78,7 +78,8 @@ def _keep(journal: Journal, key: str, losses: SequenceLosses, tally: Tally, plac
     here = slice(place, place + 1)
     own = SequenceLosses(losses.sums[here], losses.counts[here], losses.nonfinite[here])
     if key not in journal.losses:
-        found = {"sums": tally.sums[place].tolist(), "counts": tally.counts[place].tolist()}
+        found: dict[str, Any] = {"sums": tally.sums[place].tolist(), "counts": tally.counts[place].tolist()}
+        found |= {"clipped": int(tally.clipped[place]), "flipped": int(tally.flipped[place])}
         journal.add(key, own, found)
     elif key.startswith("base "):
         journal.check_same(journal.losses[key], own)
@@ -89,4 +90,5 @@ def measured_of(journal: Journal, key: str, n_sequences: int) -> Measured:
     keys = [f"{key} #{sequence}" for sequence in range(n_sequences)]
     losses = SequenceLosses(*map(np.concatenate, zip(*(journal.losses[name] for name in keys), strict=True)))
     sums, counts = (np.array([journal.measured[name][what] for name in keys], float) for what in ("sums", "counts"))
-    return Measured(sums, counts, losses)
+    moved = {what: sum(journal.measured[name][what] for name in keys) for what in ("clipped", "flipped")}
+    return Measured(sums, counts, losses, **moved)

@@ -11,18 +11,18 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from lens_geometry.anatomy import inspect
-from lens_geometry.edits import KINDS, PRESETS, Batch, Hooks, Kind, Perturbation, Unit, perturb
+from lens_geometry.edits import KINDS, Kind, Unit
 from lens_geometry.edits.mediating import MediatorReader
-from lens_geometry.errors import DataError, GeometryError, SiteError
+from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.mediator_rows import SHARES, Pushed, as_table, rows
 from lens_geometry.experiments.mediator_runs import measured_of, run
+from lens_geometry.experiments.variants import VARIANTS, check_variants, variant_hooks
 from lens_geometry.journal import Journal
 from lens_geometry.results import Result
 from lens_geometry.runner import (
@@ -35,13 +35,6 @@ from lens_geometry.runner import (
 )
 from lens_geometry.sites import choose_layers, token_mask
 
-VARIANTS = {
-    **PRESETS,
-    "shared": Perturbation(noise="shared"),
-    "fixed": Perturbation(signs="fixed"),
-}
-"""Ways of pushing by name: the presets of `perturb`, and each switch that makes pushes add up by itself."""
-
 
 @dataclass(frozen=True)
 class MediatorSettings(RunSettings):
@@ -52,28 +45,29 @@ class MediatorSettings(RunSettings):
         kinds: "angular", "magnitude" or both.
         displacements: how far each token is moved in each of these layers.
         unit: of the displacements, "relative" to each token's norm or "absolute".
-        variants: how tokens are moved: "default" (fresh noise for each layer, as published), "as_run" (what the
-            published code did: noise shared by layers and sequences), "shared" (the default with shared noise), "fixed"
-            (the default with signs that stay the same over layers).
+        variants: ways of making the perturbation, see `variants.VARIANTS`: "default" (fresh noise in every layer),
+            "as_run" (as published code did: noise shared by layers and sequences), "shared_noise" and "fixed_signs"
+            (each switch that makes pushes add up, by itself), and others; not "principal".
         seeds: how many seeds of the noise, from `seed` on.
         exclude_positions: token positions left out of all means; 0 is a massive activation in many models.
     """
 
+    sequence_length: int = 128
     layers: str = "middle"
     kinds: tuple[Kind, ...] = KINDS
     displacements: tuple[float, ...] = (0.1,)
     unit: Unit = "relative"
     variants: tuple[str, ...] = ("default", "as_run")
-    seeds: int = 3
+    seeds: int = 5
     exclude_positions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, seeds=1)
-        for name, known in (("variants", tuple(VARIANTS)), ("kinds", KINDS)):
-            chosen = getattr(self, name)
-            if not isinstance(chosen, tuple | list) or not chosen or set(chosen) - set(known):
-                raise GeometryError(f"{name} is {chosen!r}", cure=f"give a tuple of one or more of {', '.join(known)}")
+        if "principal" in check_variants(self.variants):
+            raise DataError("principal directions are not made here", cure="use another variant, or `dissociation`")
+        if not isinstance(self.kinds, tuple | list) or not self.kinds or set(self.kinds) - set(KINDS):
+            raise DataError(f"kinds is {self.kinds!r}", cure=f"give a tuple of one or more of {', '.join(KINDS)}")
         distances = self.displacements
         usable = isinstance(distances, tuple | list) and all(isinstance(d, float | int) and d > 0 for d in distances)
         if not usable or not distances:
@@ -124,16 +118,17 @@ def mediators(
           tokens and over layers from the first push on. Chance alone gives about 1 / (n_points - 1). With fewer than
           10 points there is none, and the status is "few_points".
 
-        Intervals are 95 % by bootstrap over sequences, and over seeds where they are pooled (not for shares). `status`
-        is "ok", "nonfinite", "no_effect" or "impossible" (a token cannot be moved so far).
+        Intervals are 95 % by bootstrap over sequences, and over seeds where they are pooled (not for shares).
+        `n_clipped` and `n_flipped` count places that were moved less than asked or turned right round, `status` is
+        "ok", "nonfinite", "no_effect" or "impossible" (a token cannot be moved so far).
 
     Raises:
-        ModelError, DataError, SiteError, GeometryError for what cannot be used; HookError when a push does not reach
+        ModelError, DataError, SiteError for what cannot be used; HookError when a push does not reach
         the output; ResultError when the journal is of something else.
     """
     settings, started = replace(settings or MediatorSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
-    layers = pushed_layers(settings.layers, inspect(model).n_layers)
+    layers = choose_layers(settings.layers, inspect(model).n_layers)
     scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
@@ -144,7 +139,19 @@ def mediators(
         None if out is None else Path(out) / "journal.jsonl",
         {} if out is None else {"experiment": "mediators", **identity_of_run(model, tokens, settings)},
     )
-    pushes = {cell.key: partial(_pushes, model, cell, layers, settings.unit, reader) for cell in cells}
+    pushes = {
+        cell.key: variant_hooks(
+            model,
+            cell.variant,
+            cell.kind,
+            cell.displacement,
+            layers=layers,
+            unit=settings.unit,
+            seed=cell.seed,
+            record=reader.record,
+        )
+        for cell in cells
+    }
     run(model, tokens, pushes, scored, reader, journal, settings)
     left_out = reader.left_out()
     table = _table(journal, cells, layers, len(tokens.ids), settings)
@@ -157,41 +164,20 @@ def mediators(
         )
     for warning in left_out:
         warnings.warn(warning, stacklevel=2)
+    everywhere = [name for name in settings.variants if VARIANTS[name].position_0]
+    moved = f"position 0 is perturbed in {', '.join(everywhere) or 'no variant'}"
     meta = provenance(
         model,
         tokens,
         settings,
         started=started,
         token_mask="losses of real tokens; mediators of real tokens (attention by query), positions "
-        f"{list(settings.exclude_positions)} left out; position 0 is not perturbed",
+        f"{list(settings.exclude_positions)} left out; {moved}",
         counts=_counts(table),
         perturbed_layers=list(layers),
     )
     meta["warnings"] += left_out
     return Result("mediators", table, meta)
-
-
-def pushed_layers(layers: str, n_layers: int) -> tuple[int, ...]:
-    """Layer numbers of "middle", from a third to two thirds of the depth, or of what `choose_layers` knows."""
-    if layers == "middle":
-        return tuple(range(n_layers // 3, max(n_layers // 3 + 1, -(-2 * n_layers // 3))))
-    return choose_layers(layers, n_layers)
-
-
-def _pushes(
-    model: Any, cell: _Cell, layers: tuple[int, ...], unit: Unit, reader: MediatorReader, batch: Batch
-) -> Hooks:
-    return perturb(
-        model,
-        cell.kind,
-        cell.displacement,
-        VARIANTS[cell.variant],
-        layers=layers,
-        unit=unit,
-        seed=cell.seed,
-        batch=batch,
-        record=reader.record,
-    )
 
 
 def _cells(settings: MediatorSettings) -> Iterator[_Cell]:
