@@ -27,6 +27,7 @@ from lens_geometry.experiments import (
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
+    MediatorSettings,
     MlpSettings,
     PairSettings,
     PathwaySettings,
@@ -42,6 +43,7 @@ from lens_geometry.experiments import (
     evaluate,
     generation_profile,
     head_sweep,
+    mediators,
     minimal_pairs,
     mlp_sweep,
     pathway_repair,
@@ -104,6 +106,7 @@ EVALUATION = EvaluationSettings()
 PAIRS = PairSettings()
 DISSOCIATION = DissociationSettings()
 REPAIR = PathwaySettings()
+MEDIATORS = MediatorSettings()
 
 
 def models_command() -> int:
@@ -559,6 +562,29 @@ def repair_command(
     return _saved(result, out)
 
 
+def mediators_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/mediators"),
+    settings: MediatorSettings = MEDIATORS,
+) -> int:
+    """Perturb layers and measure what carries that to the loss: attention, angles, displacements layer by layer.
+
+    Says whether the pushes of several layers add up or cancel like a random walk, and how much of the damage goes with
+    each mediator. Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry mediators --layers 10-17 --variants default as_run --displacements 0.05 0.1 --seeds 5
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is perturbed, how, and how far.
+    """
+    result = mediators(loading.load(), load_text(text), settings, out=out)
+    print(summaries.mediators_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -577,6 +603,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "pairs": pairs_command,
     "dissociate": dissociate_command,
     "repair": repair_command,
+    "mediators": mediators_command,
 }
 
 

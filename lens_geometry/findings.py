@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from lens_geometry.axes import number, require
+from lens_geometry.axes import interval, number, require
 from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
 from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
@@ -21,6 +21,7 @@ NO_CONTROLS = "How removing the parallel part compares with its controls was not
 NO_HEADS = "What single heads cost was not measured."
 NO_REPAIR = "No repair of a pathway has a recovery: there was no damage, or it could not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
+NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
     "shuffled_reference": "removing along an earlier token's reference",
@@ -33,10 +34,10 @@ def findings(results: Sequence[Result]) -> list[str]:
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
     single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
-    size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair). Taken from
-    the first result of each kind; what such a result does not hold is said not to be measured. To cost more is to have
-    the higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
-    them has no interval, which is then said.
+    size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
+    displacements grow over several pushes (mediators). Taken from the first result of each kind; what such a result
+    does not hold is said not to be measured. To cost more is to have the higher change of loss. Two changes are called
+    different only where their 95 % intervals are apart, or where one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -196,6 +197,28 @@ def repair_sentence(table: pd.DataFrame) -> str:
     return f"The pathway whose repair alone gives most of the damage back is, for {_join(told, '; for ')}."
 
 
+def mediators_sentence(table: pd.DataFrame) -> str:
+    """How the displacement grows over the pushes of several layers, and how the pushes alone would."""
+    require(table, "variant kind displacement mediator measure seed value low high", "mediators")
+    rows = table[(table["measure"] == "growth_exponent") & table["seed"].isna()]
+    rows = rows[np.isfinite(rows["value"].astype(float))]
+    if rows.empty:
+        return NO_GROWTH
+    several = rows["displacement"].nunique() > 1
+    told = []
+    for (variant, kind, displacement), part in rows.groupby(["variant", "kind", "displacement"], sort=False):
+        by_name = {row.mediator: interval(row.value, row.low, row.high) for row in part.itertuples()}
+        size = f", d = {displacement:g}" if several else ""
+        told.append(
+            f"{kind} ({variant}{size}) {by_name.get('growth', 'not measured')}, the pushes alone "
+            f"{by_name.get('growth_of_pushes', 'not measured')}"
+        )
+    return (
+        "Over n pushed layers the stream's displacement grows like n to the power of (1: the pushes add up, 0.5: a "
+        f"random walk; 95 % intervals): {_join(told, '; ')}."
+    )
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
@@ -204,6 +227,7 @@ SENTENCES = {
     "applied_strength": (strength_sentence,),
     "dissociation": (dissociation_sentence,),
     "pathway_repair": (repair_sentence,),
+    "mediators": (mediators_sentence,),
 }
 Change = tuple[float, float, float]
 

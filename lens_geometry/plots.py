@@ -25,6 +25,7 @@ from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
 from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.generation_plots import continuations_figure, generation_figure
+from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
@@ -38,6 +39,7 @@ __all__ = [
     "dissociation_figure",
     "figure",
     "generation_figure",
+    "mediators_figure",
     "profile_figure",
     "profile_heads_figure",
     "schedule_figure",
@@ -188,4 +190,5 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "minimal_pairs": pairs_figure,
     "dissociation": dissociation_figure,
     "pathway_repair": repair_figure,
+    "mediators": mediators_figure,
 }

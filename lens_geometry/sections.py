@@ -15,6 +15,7 @@ from lens_geometry.basin_sections import basin_section, schedule_section
 from lens_geometry.dissociation_sections import dissociation_section, dissociation_warnings
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
+from lens_geometry.mediator_sections import mediators_section
 from lens_geometry.pair_sections import pairs_section
 from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
@@ -36,6 +37,7 @@ TITLES = {
     "minimal_pairs": "Minimal pairs",
     "dissociation": "Direction against magnitude",
     "pathway_repair": "Pathway repair",
+    "mediators": "Mediators of the damage",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -275,6 +277,7 @@ SECTIONS = {
     "minimal_pairs": pairs_section,
     "dissociation": dissociation_section,
     "pathway_repair": repair_section,
+    "mediators": mediators_section,
 }
 
 
@@ -301,6 +304,16 @@ def table_warnings(result: Result) -> list[str]:
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment == "dissociation":
         return dissociation_warnings(table)
+    if result.experiment == "mediators":
+        runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
+        words = {
+            "nonfinite": "have losses that are not finite, which are left out",
+            "no_effect": "changed no loss by a bit",
+            "impossible": "could not be made: a token cannot be moved so far",
+        }
+        counts = runs["status"].value_counts()
+        lost = {key: means for key, means in words.items() if key in counts}
+        return [f"{counts[key]:,} of {len(runs):,} perturbed runs {means}." for key, means in lost.items()]
     if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]

@@ -119,6 +119,29 @@ def side_by_side(table: pd.DataFrame) -> str:
     return "\n".join([*lines, "┃ first difference from the unedited continuation"])
 
 
+def mediators_summary(table: pd.DataFrame) -> str:
+    """How displacements grow, then the shares of the damage, a row for each perturbation; all seeds together."""
+    keys, pooled = ["variant", "kind", "displacement"], table[table["seed"].isna()]
+    grown = pooled[pooled["measure"] == "growth_exponent"]
+    shares = pooled[pooled["measure"] == "explained"]
+    loss = pooled[pooled["mediator"] == "loss"].set_index(keys)["change"].rename("change of loss")
+    exponents = pd.DataFrame(
+        {
+            f"{words}{end}": grown[grown["mediator"] == name].set_index(keys)[column]
+            for name, words in (("growth", "stream"), ("growth_of_pushes", "pushes alone"))
+            for column, end in (("value", ""), ("low", " low"), ("high", " high"))
+        },
+        index=loss.index,
+    )
+    by_mediator = shares.pivot_table(index="mediator", columns=keys, values="value", sort=False)
+    return (
+        "exponent p of displacement ~ n^p after n pushes (1 they add up, 0.5 a random walk), 95 % intervals\n"
+        + loss.to_frame().join(exponents).to_string(float_format="{:.3f}".format, na_rep="-")
+        + "\nshare of the variance of the loss change that goes with each mediator (R^2)\n"
+        + (by_mediator.to_string(float_format="{:.3f}".format, na_rep="-") if len(by_mediator) else "too few points")
+    )
+
+
 def evaluation_summary(table: pd.DataFrame) -> str:
     """Score and its change with interval, a row for each task, metric and edit."""
     shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]

@@ -280,3 +280,21 @@ def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
     code, _, err = run(capsys, "profile", *TINY)
     assert code == 130
     assert "stopped" in err
+
+
+def test_mediators_prints_how_displacements_grow_and_resumes(capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4)
+    arguments = ["mediators", *TINY, "--text", text, "--sequence-length", 16, "--max-sequences", 5, "--no-progress"]
+    arguments += ["--seeds", 2, "--variants", "default", "--layers", "1-2", "--out", tmp_path / "out"]
+    code, first, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "pushes alone" in first
+    assert "attention_entropy" in first
+    result = Result.load(tmp_path / "out")
+    assert result.experiment == "mediators"
+    assert result.meta["settings"]["seeds"] == 2
+    assert result.meta["perturbed_layers"] == [1, 2]
+    journal = (tmp_path / "out" / "journal.jsonl").read_text()
+    assert run(capsys, *arguments)[:2] == (0, first)
+    assert (tmp_path / "out" / "journal.jsonl").read_text() == journal

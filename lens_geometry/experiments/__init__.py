@@ -8,6 +8,7 @@ from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, sca
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
+from lens_geometry.experiments.mediators import MediatorSettings, mediators
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
 from lens_geometry.experiments.pathway_plan import PathwaySettings
@@ -25,6 +26,7 @@ __all__ = [
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
+    "MediatorSettings",
     "MlpSettings",
     "PairSettings",
     "PathwaySettings",
@@ -41,6 +43,7 @@ __all__ = [
     "evaluate",
     "generation_profile",
     "head_sweep",
+    "mediators",
     "minimal_pairs",
     "mlp_sweep",
     "pathway_repair",

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lens_geometry.edits import PRESETS, Batch, Displacements, Hooks, Kind, Perturbation, Unit, perturb
+from lens_geometry.edits import PRESETS, Batch, Hooks, Kind, Perturbation, Unit, perturb
+from lens_geometry.edits.perturbing import Record
 from lens_geometry.errors import DataError
 
 
@@ -78,7 +79,7 @@ def variant_hooks(
     seed: int,
     site: str = "resid",
     directions: Tensor | None = None,
-    record: Displacements | None = None,
+    record: Record | None = None,
 ) -> Callable[[Batch], Hooks]:
     """What a `runner.Condition` takes: the perturbation's hooks, made for the batches to come."""
     chosen = VARIANTS[variant]
