@@ -30,6 +30,7 @@ from lens_geometry.experiments import (
     MediatorSettings,
     MlpSettings,
     PairSettings,
+    PathwaySettings,
     ProfileSettings,
     ScalingSettings,
     ScheduleSettings,
@@ -45,6 +46,7 @@ from lens_geometry.experiments import (
     mediators,
     minimal_pairs,
     mlp_sweep,
+    pathway_repair,
     profile,
     scaling_edits,
     scaling_sweep,
@@ -103,6 +105,7 @@ GENERATION = GenerationSettings()
 EVALUATION = EvaluationSettings()
 PAIRS = PairSettings()
 DISSOCIATION = DissociationSettings()
+REPAIR = PathwaySettings()
 MEDIATORS = MediatorSettings()
 
 
@@ -536,6 +539,29 @@ def pairs_command(
     return _saved(result, out)
 
 
+def repair_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/repair"),
+    settings: PathwaySettings = REPAIR,
+) -> int:
+    """Perturb some layers, repair one pathway at a time, and see how much of the loss comes back.
+
+    Repairing everything must give the clean loss and repairing nothing the perturbed one: both are checked.
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry repair --layers 10-17 --kinds angular magnitude --displacements 0.1
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is perturbed, by how much, and what is repaired.
+    """
+    result = pathway_repair(loading.load(), load_text(text), settings, out=out)
+    print(summaries.repair_summary(result.table))
+    return _saved(result, out)
+
+
 def mediators_command(
     loading: Loading = LOADING,
     text: str = DEFAULT_TEXT,
@@ -576,6 +602,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "evaluate": evaluate_command,
     "pairs": pairs_command,
     "dissociate": dissociate_command,
+    "repair": repair_command,
     "mediators": mediators_command,
 }
 

@@ -39,7 +39,10 @@ STATUSES = {
     "nonfinite": "some losses or margins are not finite, and left out",
     "impossible": "impossible for some seed or token: not run",
     "no_effect": "changed nothing",
+    "not_reached": "no displacement raises the loss as far: not run",
 }
+LOST = ("nonfinite", "impossible", "not_reached")
+UNITS = {"relative": "displacement |h′ − h| / |h|", "median": "displacement |h′ − h| / median |h|"}
 REGIMES = ["all", "low", "high", ""]
 APART = 1.035  # seeds stand a little beside their displacement, on a logarithmic axis
 
@@ -81,7 +84,7 @@ def add_doses(
     axis = SymlogAxis(_damages(table, quantity)[["value", "low", "high"]])
     damages = _damages(rows, quantity)
     damages = damages.assign(y=damages["value"], x=damages["displacement"], hover=_hover(damages, quantity))
-    damages["lost"] = damages["status"].isin(("nonfinite", "impossible"))
+    damages["lost"] = damages["status"].isin(LOST)
     damages["open"] = damages["status"] == "no_effect"
     points = axis.place(damages)
     for kind, dash in KINDS.items():
@@ -95,8 +98,16 @@ def add_doses(
     ticks, labels = displacements, [f"{x:g}" for x in displacements]
     if len(displacements) > 7:
         ticks, labels = log_ticks(displacements[0], displacements[-1])
-    drawn.update_xaxes(title_text="displacement |h′ − h|", type="log", tickvals=ticks, ticktext=labels, **place)
+    drawn.update_xaxes(title_text=dose(rows), type="log", tickvals=ticks, ticktext=labels, **place)
     drawn.update_yaxes(tickvals=axis.ticks, ticktext=axis.labels, range=axis.range, **place)
+
+
+def dose(rows: pd.DataFrame) -> str:
+    """What the column `displacement` of one dose-response holds, as an axis says it."""
+    if "matched" in rows and (rows["matched"] == "loss").all():
+        return "change of loss that both were set to"
+    unit = str(rows["unit"].iloc[0]) if "unit" in rows else ""
+    return UNITS.get(unit, "displacement |h′ − h|")
 
 
 def _damages(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
@@ -120,7 +131,7 @@ def _hover(rows: pd.DataFrame, quantity: str) -> list[str]:
         "<br>".join(
             line
             for line in (
-                f"<b>{row['kind']}</b>, displacement {row['displacement']:g}, "
+                f"<b>{row['kind']}</b>, {dose(rows).split(' |')[0]} {row['displacement']:g}, "
                 + (f"{row['n_seeds']} seeds" if pd.isna(row["seed"]) else f"seed {row['seed']}"),
                 f"{title.split(' (')[0]} {interval(row['value'], row['low'], row['high'], signed=True)}{unit}",
                 f"{name} {number(row['level'])}, unperturbed {number(row['base'])}",

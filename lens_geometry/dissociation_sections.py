@@ -89,6 +89,7 @@ def dissociation_warnings(table: pd.DataFrame) -> list[str]:
     conditions = table[table["kind"].isin(KINDS) & table["seed"].notna()]
     words = {
         "impossible": "were impossible at their displacement and were not run",
+        "not_reached": "never raise the loss as far as they were asked to, and were not run",
         "nonfinite": "have losses or margins that are not finite",
         "no_effect": "changed nothing",
     }
@@ -104,17 +105,16 @@ def dissociation_warnings(table: pd.DataFrame) -> list[str]:
 
 
 def _keys(table: pd.DataFrame) -> list[str]:
-    names = ("model", "variant", "layers", "kind", "displacement", "seed", "status")
+    names = ("model", "variant", "layers", "matched", "kind", "displacement", "seed", "status")
     return [name for name in names if name in table]
 
 
 def _verdicts(table: pd.DataFrame, names: dict[tuple[str, ...], str]) -> Iterator[str]:
     """A row for each variant and quantity: the verdict, its numbers, and the verdicts of both regimes."""
     decided = verdict(table)
-    by = [name for name in ("model", "variant", "layers") if name in decided]
     rows = []
-    for part, name in names.items():
-        own = decided[(decided[by].astype(str) == list(part)).all(axis=1)] if by else decided
+    for part, own in groups(decided).items():
+        name = names[part]
         for quantity, found in own.groupby("quantity", sort=False):
             regimes = {row["regime"]: row for row in found.to_dict("records")}
             whole = regimes["all"]
@@ -143,7 +143,7 @@ def _number(row: Any, column: str) -> str:
 def _by_displacement(
     parts: dict[tuple[str, ...], pd.DataFrame], names: dict[tuple[str, ...], str], quantities: list[str]
 ) -> Iterator[str]:
-    columns = ["displacement", *KINDS, "angular / magnitude", "p over seeds", "p over items", "largest error"]
+    columns = ["displacement", *KINDS, "angular / magnitude", "p over seeds", "p over items", "largest error, %"]
     for part, rows in parts.items():
         shown = []
         for quantity in quantities:
@@ -152,13 +152,13 @@ def _by_displacement(
                 of_place = own[own["regime"] == place] if isinstance(place, str) else own[own["displacement"] == place]
                 if len(of_place):
                     shown.append(_row(quantity, place, {row["kind"]: row for row in of_place.to_dict("records")}))
-        caption = "Damage, its ratio, and tests of the difference; loss in nats per token, margin in nats."
+        caption = "Damage, its ratio, and tests of the difference, by displacement and over low, high and all of them."
         shown_table = pieces.grid(caption, columns, shown)
         yield pieces.details(f"Damage by displacement: {names[part]}", shown_table) if len(parts) > 1 else shown_table
 
 
 def _row(quantity: str, place: float | str, kinds: dict[Any, dict[Any, Any]]) -> list[str]:
-    where = f"{place} displacements" if isinstance(place, str) else f"{place:g}"
+    where = place if isinstance(place, str) else f"{place:g}"
     difference, quotient = kinds["difference"], kinds["ratio"]
     tests = [
         f"{_p(difference[f'p_{over}_holm' if not isinstance(place, str) else f'p_{over}'])}\n"
@@ -166,7 +166,7 @@ def _row(quantity: str, place: float | str, kinds: dict[Any, dict[Any, Any]]) ->
         for over in ("seeds", "items")
     ]
     errors = [kinds[kind]["displacement_max_error"] for kind in KINDS]
-    error = "" if not all(map(math.isfinite, errors)) else f"{number(100 * max(errors), digits=2)} %"
+    error = "" if not all(map(math.isfinite, errors)) else number(100 * max(errors), digits=2)
     lost = "" if difference["status"] == "ok" else difference["status"]
     cells = [_entry(kinds[kind]) for kind in KINDS]
     compared = [ratio_words(quotient).replace(" [", "\n["), *tests] if not lost else [f"not compared\n{lost}", "", ""]
@@ -175,7 +175,7 @@ def _row(quantity: str, place: float | str, kinds: dict[Any, dict[Any, Any]]) ->
 
 def _entry(row: dict[Any, Any]) -> str:
     if not math.isfinite(row["value"]):
-        return f"not run\n{row['status']}"
+        return "not compared" if row["regime"] else f"not run\n{row['status']}"
     return interval(row["value"], row["low"], row["high"], signed=True).replace(" [", "\n[")
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from lens_geometry.axes import interval, number, require
 from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
+from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
@@ -18,6 +19,7 @@ NO_PROFILE = "How parallel the updates are to their references was not measured.
 NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
 NO_HEADS = "What single heads cost was not measured."
+NO_REPAIR = "No repair of a pathway has a recovery: there was no damage, or it could not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
 NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
@@ -32,10 +34,10 @@ def findings(results: Sequence[Result]) -> list[str]:
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
     single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
-    size hurt different things (dissociation); how displacements grow over several pushes (mediators). Taken from the
-    first result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
-    higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
-    them has no interval, which is then said.
+    size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
+    displacements grow over several pushes (mediators). Taken from the first result of each kind; what such a result
+    does not hold is said not to be measured. To cost more is to have the higher change of loss. Two changes are called
+    different only where their 95 % intervals are apart, or where one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -151,6 +153,8 @@ def strength_sentence(table: pd.DataFrame) -> str:
 
 def dissociation_sentence(table: pd.DataFrame) -> str:
     """The verdict on direction against magnitude, with its numbers; of many variants only which has which."""
+    if "matched" in table and (table["matched"] == "displacement").any():
+        table = table[table["matched"] == "displacement"]
     decided = verdict(table)
     rows = decided[decided["regime"] == "all"]
     rows = rows[rows["quantity"] == rows["quantity"].iloc[0]]
@@ -169,6 +173,28 @@ def dissociation_sentence(table: pd.DataFrame) -> str:
 def _both_contrasts(row: pd.Series) -> str:
     loss, pairs = (number(row[name], signed=True) for name in ("loss_contrast", "contrast"))
     return f"contrast {loss} of the loss, {pairs} of the {row['quantity']}" if row["quantity"] else f"contrast {loss}"
+
+
+def repair_sentence(table: pd.DataFrame) -> str:
+    """Which pathway gives most of the damage back by itself, for each kind at its smallest displacement with damage."""
+    require(
+        table, "kind displacement unit seed pathway head recovery recovery_low recovery_high status", "pathway_repair"
+    )
+    rows = table[table["seed"].isna() & table["head"].isna() & np.isfinite(table["recovery"].astype(float))]
+    joint = rows["pathway"].str.contains("+", regex=False)
+    rows = rows[~joint & ~rows["pathway"].isin(["nothing", "everything", "final_norm"])]
+    told = []
+    for kind, part in rows.groupby("kind", sort=False):
+        part = part[part["displacement"] == part["displacement"].min()].sort_values("recovery", ascending=False)
+        best, *others = part.to_dict("records")
+        after = _join(f"{row['pathway']} {number(100 * row['recovery'])} %" for row in others)
+        told.append(
+            f"{kind} (displacement {best['displacement']:g} {best['unit']}) {best['pathway']} {entry(best)}"
+            + (f", then {after}" if others else "")
+        )
+    if not told:
+        return NO_REPAIR
+    return f"The pathway whose repair alone gives most of the damage back is, for {_join(told, '; for ')}."
 
 
 def mediators_sentence(table: pd.DataFrame) -> str:
@@ -200,6 +226,7 @@ SENTENCES = {
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
     "dissociation": (dissociation_sentence,),
+    "pathway_repair": (repair_sentence,),
     "mediators": (mediators_sentence,),
 }
 Change = tuple[float, float, float]

@@ -53,7 +53,15 @@ def sequence_losses(
     scored: Bool[Tensor, "batch pos"] | None = None,
 ) -> SequenceLosses:
     """One forward pass; a token is scored when it and the one that predicts it are real, and `scored` has it."""
-    losses = token_losses(model(ids, return_type="logits"), ids)
+    return summed_losses(token_losses(model(ids, return_type="logits"), ids), mask, scored)
+
+
+def summed_losses(
+    losses: Float[Tensor, "batch pos-1"],
+    mask: Bool[Tensor, "batch pos"],
+    scored: Bool[Tensor, "batch pos"] | None = None,
+) -> SequenceLosses:
+    """The sums of `token_losses` over what is scored; see `sequence_losses`."""
     scored = scored_losses(mask, scored).to(losses.device)
     finite = torch.isfinite(losses)
     sums = torch.where(scored & finite, losses, losses.new_zeros(())).cpu().double().sum(1)

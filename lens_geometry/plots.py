@@ -27,6 +27,7 @@ from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.generation_plots import continuations_figure, generation_figure
 from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
+from lens_geometry.repair_plots import repair_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 
 __all__ = [
@@ -188,5 +189,6 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "validate": table_figure,
     "minimal_pairs": pairs_figure,
     "dissociation": dissociation_figure,
+    "pathway_repair": repair_figure,
     "mediators": mediators_figure,
 }

@@ -71,12 +71,15 @@ class Condition:
     With several keys, as many edits are run side by side: each batch holds every sequence once for each of them, first
     all sequences for the first key, and the hooks tell the rows apart.
     `measured` is called when the condition has run, and says what was seen of it: plain numbers and texts.
+    `before` is called with each batch's ids before its pass. The hooks are on by then; a pass of its own begins at the
+    same stored stream.
     """
 
     key: str | tuple[str, ...]
     hooks: Callable[[Batch], Hooks]
     first_layer: int = 0
     measured: Callable[[], dict[str, Any]] | None = None
+    before: Callable[[Int[Tensor, "batch pos"]], None] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -183,6 +186,8 @@ def run_conditions(
                         shortcut.stream = streams.of(start, rows, copies)
                         scored = tokens.scored
                         scored = None if scored is None else scored[rows.start : rows.stop].repeat(copies, 1)
+                        if condition.before is not None:
+                            condition.before(ids.repeat(copies, 1))
                         found.append(sequence_losses(model, ids.repeat(copies, 1), batch.real, scored))
                         progress.update()
             except DisplacementError as error:

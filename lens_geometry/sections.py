@@ -17,6 +17,7 @@ from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
 from lens_geometry.mediator_sections import mediators_section
 from lens_geometry.pair_sections import pairs_section
+from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 
@@ -35,6 +36,7 @@ TITLES = {
     "evaluate": "Downstream tasks",
     "minimal_pairs": "Minimal pairs",
     "dissociation": "Direction against magnitude",
+    "pathway_repair": "Pathway repair",
     "mediators": "Mediators of the damage",
 }
 SITES = {
@@ -274,6 +276,7 @@ SECTIONS = {
     "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
     "minimal_pairs": pairs_section,
     "dissociation": dissociation_section,
+    "pathway_repair": repair_section,
     "mediators": mediators_section,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lens_geometry.basin_plots import basin_range, basins
@@ -12,6 +13,7 @@ from lens_geometry.dissociation_plots import KINDS, ratio_words
 from lens_geometry.dissociation_verdict import groups, label, verdict
 from lens_geometry.experiments import diagonal_numbers
 from lens_geometry.generation_plots import edit_label, edit_numbers, parted
+from lens_geometry.repair_plots import entry, head_rows, pooled
 from lens_geometry.results import Result
 
 
@@ -193,4 +195,30 @@ def dissociation_summary(table: pd.DataFrame) -> str:
         lines.append(pd.DataFrame(shown).to_string(index=False, formatters=formats, na_rep="-"))
         for row in decided[part].query("regime == 'all'").itertuples():
             lines.append(f"{row.verdict}: {row.sentence}")
+    return "\n".join(lines)
+
+
+def repair_summary(table: pd.DataFrame) -> str:
+    """Recovery of every pathway with its interval, a column per kind and displacement; the heads that help most."""
+    whole = pooled(table)
+    whole = whole.assign(
+        shown=[entry(row) for row in whole.to_dict("records")],
+        perturbation=whole["kind"] + " " + whole["displacement"].map("{:g}".format),
+    )
+    shown = whole.pivot(index="pathway", columns="perturbation", values="shown")
+    shown = shown.loc[whole["pathway"].unique(), whole["perturbation"].unique()]
+    first = whole.drop_duplicates("perturbation")
+    damages = [f"{row['perturbation']}: {_with_interval(row, 'damage', '{:+.3f}')}" for row in first.to_dict("records")]
+    lines = [
+        "share of the damage that a repair gives back, over seeds; 95 % intervals",
+        shown.to_string(),
+        f"damage (nats per token): {'; '.join(damages)}",
+    ]
+    heads = head_rows(table)
+    heads = heads[np.isfinite(heads["recovery"].astype(float))]
+    for kind in KINDS:
+        best = heads[heads["kind"] == kind].nlargest(3, "recovery")
+        if len(best):
+            named = [f"{row.layer}.{row.head} {row.recovery:.1%} ({row.displacement:g})" for row in best.itertuples()]
+            lines.append(f"{kind}: single heads (layer.head) that give most back: {', '.join(named)}")
     return "\n".join(lines)

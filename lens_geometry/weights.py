@@ -42,6 +42,18 @@ def mlp_norm(model: Any, layer: int) -> tuple[Float[Tensor, d_model] | None, Flo
     return _optional(model, layer, "ln2", "w"), _optional(model, layer, "ln2", "b")
 
 
+def norm_bias(model: Any, name: str) -> Float[Tensor, d_model] | None:
+    """Bias of the norm of that name, such as "blocks.3.ln1" or "ln_final"; None where it has none."""
+    part = model
+    for step in name.split("."):
+        part = part[int(step)] if step.isdecimal() else getattr(part, step, None)
+    try:
+        found = getattr(part, "b", None)
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
 def _weight(model: Any, layer: int, part: str, name: str, axes: int) -> Tensor:
     try:
         weight = getattr(getattr(model.blocks[layer], part), name)

@@ -73,6 +73,21 @@ def test_mlp_sweeps_the_sites_inside_the_mlp_and_resumes(capsys, tmp_path):
     assert "mlp_carrier" not in set(Result.load(tmp_path / "both").table["site"])
 
 
+def test_repair_perturbs_repairs_and_resumes(capsys, tmp_path):
+    few = ["--sequence-length", 16, "--max-sequences", 3, "--no-progress", "--seeds", 1, "--displacements", 0.3]
+    arguments = ["repair", *TINY, *few, "--kinds", "angular", "--pathways", "mlp_output", "--out", tmp_path]
+    code, first, _ = run(capsys, *arguments)
+    assert code == 0
+    assert {p.name for p in tmp_path.iterdir()} >= {"table.parquet", "table.csv", "meta.json", "figure.html"}
+    result = Result.load(tmp_path)
+    assert result.experiment == "pathway_repair"
+    assert list(result.table["pathway"].unique()) == ["nothing", "mlp_output", "everything"]
+    assert "share of the damage" in first
+    journal = (tmp_path / "journal.jsonl").read_bytes()
+    assert run(capsys, *arguments)[:2] == (0, first)
+    assert (tmp_path / "journal.jsonl").read_bytes() == journal
+
+
 def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     code, out, _ = run(
         capsys,

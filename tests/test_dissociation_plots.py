@@ -150,6 +150,26 @@ def test_what_cannot_be_compared_is_said_in_table_and_warnings():
     assert len(dissociation_warnings(made.table(seeds=1, pairs=0, sequences=10))) == 2
 
 
+def test_sets_of_pairs_and_equal_loss_are_told_apart(tmp_path):
+    parts = [TABLE[TABLE["variant"] == name].assign(variant="default") for name in ANSWERS]
+    about = [("agreement", "displacement"), ("anaphor", "displacement"), ("agreement", "loss")]
+    table = pd.concat(
+        [part.assign(pairs=name, matched=by, unit="relative") for part, (name, by) in zip(parts, about, strict=True)]
+    )
+    drawn = dissociation_figure(lose(table, 0.4, "magnitude", "not_reached"))
+    assert drawn.layout.xaxis.title.text == "displacement |h′ − h| / |h|"
+    assert drawn.layout.xaxis5.title.text == "change of loss that both were set to"
+    assert len([trace for trace in drawn.data if trace.marker.symbol == "x-thin"]) == 6
+    section = "".join(dissociation_section(table, "p"))
+    assert "agreement, at equal displacement, margin</th><td>dissociation" in section
+    assert "anaphor, at equal displacement, margin</th><td>reversed" in section
+    assert "agreement, at equal loss, margin</th><td>one-sided" in section
+    (sentence,) = findings([made.Result("dissociation", table, {})])
+    assert "agreement dissociation (contrast +" in sentence
+    assert "anaphor reversed" in sentence
+    assert "equal loss" not in sentence
+
+
 def test_ratios_are_written_with_open_ends():
     assert ratio_words({"value": 3.0, "low": 1.5, "high": math.inf}) == "3.00 [1.50, ∞]"
     assert ratio_words({"value": math.nan, "low": -math.inf, "high": math.inf}) == "neither hurts"

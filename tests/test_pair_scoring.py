@@ -282,6 +282,27 @@ def test_batches_change_no_row_and_names_are_drawn_from(model, result):
     assert drawn.table["n_pairs"].max() == 7
 
 
+def test_pairs_that_one_scoring_cannot_use_are_left_out_of_that_scoring_alone(model):
+    lacking = pair_of("At last the old woman left.", "At last the very old woman left.")
+    mixed = Pairs("mixed", (pair_of("We left.", "I left."), PAIRS.items[0], lacking, *PAIRS.items[1:3]))
+    table = minimal_pairs(model, mixed, on_unscorable="drop", progress=False, batch_size=2).table
+    rows = table[table["feature"] == "all"].set_index("scoring")
+    assert rows["n_pairs"].to_dict() == {"sentence": 4, "word": 3, "normalised": 4}
+    for scoring in SCORINGS:
+        expected = margins_of(model, mixed, scoring, on_unscorable="drop").mean()
+        assert rows.loc[scoring, "margin"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_model_that_overflows_has_no_finite_margin_and_says_so():
+    broken = zoo.build("gpt2", tokenizer=True, fresh=True)
+    with torch.no_grad():
+        broken.unembed.weight.fill_(math.inf)
+    table = minimal_pairs(broken, SHORT, progress=False).table
+    assert set(table["status"]) == {"nonfinite"}
+    assert (table["n_nonfinite"] == table["n_pairs"]).all()
+    assert table["accuracy"].isna().all()
+
+
 @pytest.mark.parametrize(
     ("pairs", "changes", "says"),
     [
@@ -315,11 +336,11 @@ def test_figure_section_and_summary_hold_the_tables_numbers(result, tmp_path):
     assert "accuracy 0.800 [0.600, 0.950]" in word[0].text[1]
     sentence = next(trace for trace in drawn.data if trace.meta and trace.meta["role"] == "sentence")
     assert list(sentence.marker.symbol) == ["x-thin", "circle"]
-    assert [shape.x0 for shape in drawn.layout.shapes if shape.x0 == shape.x1] == [0.5, 0.0]
+    assert [shape.x0 for shape in drawn.layout.shapes if shape.x0 == shape.x1] == [0.5, 0.0, 0.0]
     section = "".join(pairs_section(table, "p"))
     assert "0.800<small>[0.600, 0.950]</small>" in section
     assert "not finite<small>for 2 pairs</small>" in section
-    assert section.count("<figure") == 4
+    assert section.count("<figure") == 5
     assert "80.0% [60.0%, 95.0%]" in pairs_summary(table)
     page = write_report([Result("minimal_pairs", table, result.meta)], tmp_path / "report.html")
     assert "Minimal pairs" in page.read_text(encoding="utf-8")

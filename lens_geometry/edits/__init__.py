@@ -16,14 +16,17 @@ from lens_geometry.edits.displacements import Displacements
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
+from lens_geometry.edits.pathways import PATHWAYS, Pathway, needed_hooks
 from lens_geometry.edits.perturbing import KINDS, PRESETS, Kind, Perturbation, Unit, perturb
 from lens_geometry.edits.removal import remove_diagonal
+from lens_geometry.edits.repairing import clean_run, keep_activations, repair
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
 
 __all__ = [
     "CONTROLS",
     "DIAGONAL_SITES",
     "KINDS",
+    "PATHWAYS",
     "PRESETS",
     "WHEN",
     "Batch",
@@ -33,15 +36,20 @@ __all__ = [
     "HookFn",
     "Hooks",
     "Kind",
+    "Pathway",
     "Perturbation",
     "Scale",
     "Unit",
     "When",
     "applied",
+    "clean_run",
     "diagonal",
+    "keep_activations",
+    "needed_hooks",
     "observe",
     "observe_diagonal",
     "perturb",
     "remove_diagonal",
+    "repair",
     "scale",
 ]

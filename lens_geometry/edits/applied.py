@@ -14,6 +14,14 @@ from lens_geometry.anatomy import attached, hook_points
 from lens_geometry.edits.hooks import HookFn, Hooks
 from lens_geometry.errors import HookError
 
+IDLE = {
+    "edit": "check heads, positions and scales; when='new' needs passes over new tokens, and when='prompt' one "
+    "over the prompt; in a sequence of one token value_excl_self has nothing to edit",
+    "repair": "perturb something before it, in an earlier layer or earlier in the same one, and put that edit's hooks "
+    "first in the list",
+}
+"""What to do about a kind of hooks of which none changed anything."""
+
 
 @contextmanager
 def applied(model: Any, hooks: Hooks, *, require_change: bool = True) -> Iterator[Counter[str]]:
@@ -21,9 +29,10 @@ def applied(model: Any, hooks: Hooks, *, require_change: bool = True) -> Iterato
 
     Yields a counter of how often each hook fired, by name. Other hooks that the user has added stay.
     On leaving, raises HookError when a hook never fired, or (unless `require_change` is False) when edits that
-    should change something left every activation of every layer as it was. One layer may be left alone: its
-    update may be zero. An exception from inside is passed on as it is. Whatever the edits kept between
-    their hooks is dropped in every case. Raises HookError at once when one edit is in the list twice.
+    should change something left every activation of every layer as it was; repairs are looked at by themselves.
+    One layer may be left alone: its update may be zero. An exception from inside is passed on as it is. Whatever the
+    edits kept between their hooks is dropped in every case. Raises HookError at once when one edit is in the list
+    twice.
 
     >>> with applied(model, scale(model, "mlp", parallel=0.0)) as fired:  # doctest: +SKIP
     ...     logits = model(tokens)
@@ -60,14 +69,17 @@ def applied(model: Any, hooks: Hooks, *, require_change: bool = True) -> Iterato
             where=", ".join(silent[:3]) + (" ..." if len(silent) > 3 else ""),
             cure="run the model inside the `with`, and edit only layers that this pass reaches",
         )
-    due = [(name, did) for (name, fn), did in zip(named, changed, strict=True) if getattr(fn, "must_change", False)]
-    if require_change and due and not any(did for _, did in due):
-        raise HookError(
-            "the edit left every activation as it was",
-            where=", ".join(name for name, _ in due[:3]) + (" ..." if len(due) > 3 else ""),
-            cure="check heads, positions and scales; when='new' needs passes over new tokens, and when='prompt' one "
-            "over the prompt; in a sequence of one token value_excl_self has nothing to edit",
-        )
+    due: dict[str, list[tuple[str, bool]]] = {}
+    for (name, fn), did in zip(named, changed, strict=True):
+        if getattr(fn, "must_change", False):
+            due.setdefault(getattr(fn, "kind", "edit"), []).append((name, did))
+    for kind, found in due.items():
+        if require_change and not any(did for _, did in found):
+            raise HookError(
+                f"the {kind} left every activation as it was",
+                where=", ".join(name for name, _ in found[:3]) + (" ..." if len(found) > 3 else ""),
+                cure=IDLE[kind],
+            )
 
 
 def _named(model: Any, hooks: Hooks) -> Hooks:

@@ -112,7 +112,7 @@ class LayerEdit:
             heads[list(self.heads)] = True
             keep = keep & heads[:, None]
         if self.positions is not None:
-            mask = _position_mask(self.positions, vectors, self.where)
+            mask = position_mask(self.positions, vectors, self.where)
             keep = keep & mask.reshape(*mask.shape, *shape[2:])
         if places != EVERYWHERE:
             mask = torch.zeros(vectors.shape[1], dtype=torch.bool, device=vectors.device)
@@ -169,7 +169,8 @@ def layer_edits(
     return edits
 
 
-def _position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
+def position_mask(positions: Any, change: Float[Tensor, "batch pos ..."], where: str) -> Bool[Tensor, "batch pos"]:
+    """Which tokens of a batch are meant. Raises HookError for a mask that does not fit and a place there is not."""
     batch, length = change.shape[:2]
     if isinstance(positions, Tensor):
         if positions.shape != (batch, length):

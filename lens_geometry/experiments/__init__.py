@@ -11,6 +11,8 @@ from lens_geometry.experiments.heads import HeadSettings, head_sweep
 from lens_geometry.experiments.mediators import MediatorSettings, mediators
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
+from lens_geometry.experiments.pathway_plan import PathwaySettings
+from lens_geometry.experiments.pathways import pathway_repair
 from lens_geometry.experiments.profile import ProfileSettings, profile
 from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
 from lens_geometry.experiments.schedule import ScheduleSettings, schedule
@@ -27,6 +29,7 @@ __all__ = [
     "MediatorSettings",
     "MlpSettings",
     "PairSettings",
+    "PathwaySettings",
     "ProfileSettings",
     "ScalingSettings",
     "ScheduleSettings",
@@ -43,6 +46,7 @@ __all__ = [
     "mediators",
     "minimal_pairs",
     "mlp_sweep",
+    "pathway_repair",
     "principal_directions",
     "profile",
     "scaling_edits",
