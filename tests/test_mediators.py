@@ -257,14 +257,19 @@ def test_the_mediator_that_makes_the_damage_explains_it():
 
 
 def test_losses_that_are_not_finite_and_pushes_that_are_impossible_are_counted():
-    clean, runs = made_up(lost=(0, 1))
+    clean, runs = made_up(slope=0.05, lost=(0, 1))
     about = {"variant": "default", "kind": "angular", "displacement": 0.1, "unit": "relative"}
     table = as_table(rows(Pushed(about, (1,), (0, 1, 2), (*runs, None)), clean, seed=0))
     loss = table[table["mediator"] == "loss"]
     loss = loss.set_index(loss["seed"].fillna(-1))
     assert loss["status"].to_dict() == {-1: "impossible", 0: "nonfinite", 1: "nonfinite", 2: "impossible"}
     assert np.isnan(loss.loc[2, "value"])
-    assert (table.loc[table["measure"] == "explained", "n_points"] == 56).all()
+    shares = table[table["measure"] == "explained"].set_index("mediator")
+    assert (shares["n_points"] == 56).all()
+    place = MEDIATORS.index("angle")
+    turned = np.concatenate([run.sums[2:, place, 1:].mean(1) for run in runs])
+    damage = np.concatenate([(run.losses.sums[2:] - 30) / 10 for run in runs])
+    assert shares.loc["angle", "value"] == pytest.approx(np.corrcoef(turned, damage)[0, 1] ** 2, rel=1e-9)
 
 
 def test_a_displacement_that_is_too_long_is_a_status_and_not_the_end():
@@ -311,6 +316,9 @@ def test_a_stopped_run_goes_on_where_it_was_to_the_same_table(tmp_path, monkeypa
     assert [json.loads(line)["key"] for line in written[1:6]] == [json.loads(line)["key"] for line in lines[1:6]]
     with pytest.raises(ResultError, match=r"differs in: settings\.seeds"):
         mediators(model, ids, **{**settings, "seeds": 2}, out=tmp_path / "cut")
+    halved = [("blocks.3.hook_mlp_out", lambda tensor, hook: tensor / 2)]
+    with model.hooks(fwd_hooks=halved), pytest.raises(ResultError, match="gives other losses"):
+        mediators(model, ids, **settings, out=tmp_path / "cut")
 
 
 def test_results_do_not_depend_on_batches_or_padding():
