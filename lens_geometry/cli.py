@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,9 +23,11 @@ from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    DissociationSettings,
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
+    MediatorSettings,
     MlpSettings,
     PairSettings,
     PathwaySettings,
@@ -37,9 +39,11 @@ from lens_geometry.experiments import (
     attention_maps,
     basin,
     continuations,
+    dissociation,
     evaluate,
     generation_profile,
     head_sweep,
+    mediators,
     minimal_pairs,
     mlp_sweep,
     pathway_repair,
@@ -47,6 +51,7 @@ from lens_geometry.experiments import (
     scaling_edits,
     scaling_sweep,
     schedule,
+    side_by_side,
     site_table,
     validate,
 )
@@ -99,7 +104,9 @@ ATTENTION = AttentionSettings()
 GENERATION = GenerationSettings()
 EVALUATION = EvaluationSettings()
 PAIRS = PairSettings()
+DISSOCIATION = DissociationSettings()
 REPAIR = PathwaySettings()
+MEDIATORS = MediatorSettings()
 
 
 def models_command() -> int:
@@ -470,6 +477,38 @@ def evaluate_command(
     return _saved(result, out)
 
 
+def dissociate_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    pairs: tuple[str, ...] = ("agreement-simple",),
+    beside: tuple[str, ...] = (),
+    out: Path = Path("results/dissociate"),
+    settings: DissociationSettings = DISSOCIATION,
+) -> int:
+    """Turn hidden states, or change their length, by the same distance: which breaks the loss, which agreement?
+
+    Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry dissociate --layers 10-17 --displacements 0.1 0.2 --variants default as_run
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        pairs: sets of minimal pairs, see `lens-geometry pairs`: names, .jsonl files as in BLiMP, SyntaxGym suites
+            (.json); none for the loss alone.
+        beside: more models, for which the same is done, in one table: say, one with LayerNorm beside one with RMSNorm.
+        out: directory for the journals, table.parquet, table.csv, meta.json and figure.html.
+        settings: which perturbations, by how much, in which layers.
+    """
+    data, found = load_text(text), []
+    for number, name in enumerate((loading.model, *beside)):
+        own = out / f"model{number}" if beside else out
+        model = replace(loading, model=name).load()
+        found.append(dissociation(model, data, pairs or None, settings, out=own))
+    result = side_by_side(found) if beside else found[0]
+    print(summaries.dissociation_summary(result.table))
+    return _saved(result, out)
+
+
 def pairs_command(
     loading: Loading = LOADING,
     sets: tuple[str, ...] = PAIR_SETS,
@@ -523,6 +562,29 @@ def repair_command(
     return _saved(result, out)
 
 
+def mediators_command(
+    loading: Loading = LOADING,
+    text: str = DEFAULT_TEXT,
+    out: Path = Path("results/mediators"),
+    settings: MediatorSettings = MEDIATORS,
+) -> int:
+    """Perturb layers and measure what carries that to the loss: attention, angles, displacements layer by layer.
+
+    Says whether the pushes of several layers add up or cancel like a random walk, and how much of the damage goes with
+    each mediator. Stopped at any point, the same command goes on where it was.
+    Example: lens-geometry mediators --layers 10-17 --variants default as_run --displacements 0.05 0.1 --seeds 5
+
+    Args:
+        loading: which model.
+        text: "austen", "moby-dick", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
+        out: directory for the journal, table.parquet, table.csv, meta.json and figure.html.
+        settings: what is perturbed, how, and how far.
+    """
+    result = mediators(loading.load(), load_text(text), settings, out=out)
+    print(summaries.mediators_summary(result.table))
+    return _saved(result, out)
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -539,7 +601,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate_command,
     "evaluate": evaluate_command,
     "pairs": pairs_command,
+    "dissociate": dissociate_command,
     "repair": repair_command,
+    "mediators": mediators_command,
 }
 
 

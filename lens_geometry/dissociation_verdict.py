@@ -10,7 +10,7 @@ import pandas as pd
 from lens_geometry.axes import interval, require
 
 COLUMNS = "quantity kind regime displacement seed value low high n_left_out status"
-GROUPS = ("model", "variant", "layers")
+GROUPS = ("model", "variant", "layers", "pairs", "matched")
 REGIMES = ("all", "low", "high")
 SYNTAX = ("margin", "accuracy")
 VERDICTS = ("dissociation", "reversed", "one-sided", "none", "undecided")
@@ -31,15 +31,16 @@ def groups(table: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
 
 def label(table: pd.DataFrame, key: tuple[str, ...]) -> str:
     """What tells a dose-response of this table from its others, in words; empty where there is one only."""
-    parts = []
-    for name, value in zip(group_columns(table), key, strict=True):
-        if table[name].astype(str).nunique() > 1:
-            parts.append(f"layers {value}" if name == "layers" else value)
-    return ", ".join(parts)
+    words = {"layers": "layers {}", "matched": "at equal {}"}
+    return ", ".join(
+        words.get(name, "{}").format(value)
+        for name, value in zip(group_columns(table), key, strict=True)
+        if table[name].astype(str).nunique() > 1
+    )
 
 
 def verdict(table: pd.DataFrame) -> pd.DataFrame:
-    """One row for each model, variant and layers (where the table has those), quantity and regime.
+    """One row for each of `GROUPS` that the table has, each quantity and regime.
 
     A contrast is clear when its 95 % interval leaves out 0. With that of the loss above 0 (the change of direction
     hurts more) and that of the quantity (margin or accuracy of minimal pairs) below it (the change of size hurts more)

@@ -8,17 +8,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from lens_geometry.axes import number, require
+from lens_geometry.axes import interval, number, require
+from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
 from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
 
 NEAR_PEAK = 0.95  # layers whose mean is at least this share of the highest one are named with it
+SEVERAL = 4  # verdicts told with their contrasts; of more only which they are
 NO_PROFILE = "How parallel the updates are to their references was not measured."
 NO_REMOVAL = "What removing the parallel or the perpendicular part costs was not measured."
 NO_CONTROLS = "How removing the parallel part compares with its controls was not measured."
 NO_HEADS = "What single heads cost was not measured."
 NO_REPAIR = "No repair of a pathway has a recovery: there was no damage, or it could not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
+NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
     "shuffled_reference": "removing along an earlier token's reference",
@@ -30,11 +33,11 @@ def findings(results: Sequence[Result]) -> list[str]:
     """A sentence or two for each kind of result that is here, in a fixed order.
 
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
-    single heads cost (head sweep); how much of its branch an edit changes (applied strength); what comes back when one
-    pathway is repaired (pathway repair). Taken from the first
-    result of each kind; what such a result does not hold is said not to be measured. To cost more is to have the
-    higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where one of
-    them has no interval, which is then said.
+    single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
+    size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
+    displacements grow over several pushes (mediators). Taken from the first result of each kind; what such a result
+    does not hold is said not to be measured. To cost more is to have the higher change of loss. Two changes are called
+    different only where their 95 % intervals are apart, or where one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -148,6 +151,30 @@ def strength_sentence(table: pd.DataFrame) -> str:
     )
 
 
+def dissociation_sentence(table: pd.DataFrame) -> str:
+    """The verdict on direction against magnitude, with its numbers; of many variants only which has which."""
+    if "matched" in table and (table["matched"] == "displacement").any():
+        table = table[table["matched"] == "displacement"]
+    decided = verdict(table)
+    rows = decided[decided["regime"] == "all"]
+    rows = rows[rows["quantity"] == rows["quantity"].iloc[0]]
+    found = {label(rows, part): own.iloc[0] for part, own in groups(rows).items()}
+    about = f"text against minimal pairs ({rows['quantity'].iloc[0]})" if rows["quantity"].iloc[0] else "text alone"
+    if len(found) == 1:
+        told = [f"{row['verdict']}, {row['sentence']}" for row in found.values()]
+    elif len(found) <= SEVERAL:
+        told = [f"{name} {row['verdict']} ({_both_contrasts(row)})" for name, row in found.items()]
+    else:
+        names = {word: [name for name, row in found.items() if row["verdict"] == word] for word in VERDICTS}
+        told = [f"{word} for {_join(own)}" for word, own in names.items() if own]
+    return f"Hidden states turned and rescaled by the same distance, {about}: {_join(told, '; ')}."
+
+
+def _both_contrasts(row: pd.Series) -> str:
+    loss, pairs = (number(row[name], signed=True) for name in ("loss_contrast", "contrast"))
+    return f"contrast {loss} of the loss, {pairs} of the {row['quantity']}" if row["quantity"] else f"contrast {loss}"
+
+
 def repair_sentence(table: pd.DataFrame) -> str:
     """Which pathway gives most of the damage back by itself, for each kind at its smallest displacement with damage."""
     require(
@@ -170,13 +197,37 @@ def repair_sentence(table: pd.DataFrame) -> str:
     return f"The pathway whose repair alone gives most of the damage back is, for {_join(told, '; for ')}."
 
 
+def mediators_sentence(table: pd.DataFrame) -> str:
+    """How the displacement grows over the pushes of several layers, and how the pushes alone would."""
+    require(table, "variant kind displacement mediator measure seed value low high", "mediators")
+    rows = table[(table["measure"] == "growth_exponent") & table["seed"].isna()]
+    rows = rows[np.isfinite(rows["value"].astype(float))]
+    if rows.empty:
+        return NO_GROWTH
+    several = rows["displacement"].nunique() > 1
+    told = []
+    for (variant, kind, displacement), part in rows.groupby(["variant", "kind", "displacement"], sort=False):
+        by_name = {row.mediator: interval(row.value, row.low, row.high) for row in part.itertuples()}
+        size = f", d = {displacement:g}" if several else ""
+        told.append(
+            f"{kind} ({variant}{size}) {by_name.get('growth', 'not measured')}, the pushes alone "
+            f"{by_name.get('growth_of_pushes', 'not measured')}"
+        )
+    return (
+        "Over n pushed layers the stream's displacement grows like n to the power of (1: the pushes add up, 0.5: a "
+        f"random walk; 95 % intervals): {_join(told, '; ')}."
+    )
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
     "mlp_sweep": (removal_sentence,),
     "head_sweep": (heads_sentence,),
     "applied_strength": (strength_sentence,),
+    "dissociation": (dissociation_sentence,),
     "pathway_repair": (repair_sentence,),
+    "mediators": (mediators_sentence,),
 }
 Change = tuple[float, float, float]
 

@@ -121,7 +121,7 @@ def prepositional(pick: Pick, number: str, attractor: str, regular: bool) -> Pai
 
 
 def relative(pick: Pick, template: str, number: str, attractor: str, regular: bool) -> Pair:
-    """The boy who saw the doctors (or: that the doctors saw) walks to work every day."""
+    """The boy who met the doctors (or: that the doctors met) walks to work every day."""
     subject = pick(nouns_of(pick(SUBJECT_KINDS), regular))
     if template == "subject relative":
         (pronoun, verbs), kind = SUBJECT_RELATIVES[subject.kind]

@@ -20,7 +20,7 @@ GLYPHS = {
 }  # fmt: skip
 DASHES = {
     "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4", "longdashdot": "11 3 2 3",
-    "2px,5px": "2 5", "9px,3px": "9 3",
+    "solid": "none", "2px,5px": "2 5", "9px,3px": "9 3",
 }  # fmt: skip
 
 

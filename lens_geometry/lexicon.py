@@ -24,6 +24,7 @@ class Noun(NamedTuple):
 class Predicate(NamedTuple):
     """A verb and what follows it. `regular` verbs add -s or -es; the others are be, have and do.
 
+    The plural is never a past tense as well (read, cost): "the boy read a book" is a sentence.
     `place` says where the subject is or lives, which does not go with a phrase that says so already.
     """
 
@@ -98,7 +99,7 @@ PREDICATES = (
         """
         walks/walk to work every day
         sings/sing in the evening
-        reads/read a lot of books
+        writes/write long letters
         likes/like cold weather
         wants/want a cup of tea
         knows/know the answer
@@ -180,7 +181,7 @@ PREDICATES = (
     *_predicates(
         "goods",
         """
-        costs/cost a lot of money
+        seems/seem very cheap
         looks/look brand new
         seems/seem too expensive
         needs/need to be cleaned
@@ -241,15 +242,16 @@ COMPLEMENTS = {  # (head, preposition): what it is the owner, friend, key, pictu
 IRREGULAR_HEADS = ("child", "grandchild", "shelf")
 PERSON_HEADS = ("owner", "friend", "driver", "writer", "teacher", "manager", "child", "grandchild")
 
-# Relative clauses are in the past tense, which has no number: the clause's own verb gives nothing away.
+# Relative clauses are in the past tense, which has no number: the clause's own verb gives nothing away. It is none that
+# takes an infinitive without "to" (see, help, let): "who saw the dogs sleep" would go on without an error.
 SUBJECT_RELATIVES = {  # "who ... the doctor": verbs, and the kind of what follows
-    "person": (("who", "saw helped met visited called followed thanked"), "person"),
-    "animal": (("that", "saw chased followed scared"), "animal"),
+    "person": (("who", "met visited called followed thanked invited"), "person"),
+    "animal": (("that", "chased followed scared attacked"), "animal"),
     "goods": (("that", "belonged_to"), "person"),
 }
 OBJECT_RELATIVES = {  # "that the doctor ...": who, and what was done
-    "person": ("person", "saw helped met visited called followed thanked"),
-    "animal": ("person", "saw fed found bought followed"),
+    "person": ("person", "met visited called followed thanked invited"),
+    "animal": ("person", "fed found bought sold followed"),
     "goods": ("person", "bought found sold wanted liked"),
 }
 

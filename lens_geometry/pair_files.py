@@ -60,7 +60,7 @@ def hub_pairs(name: str) -> Pairs:
     path, config, split = (parts + [""] * 3)[:3]
     split = split or "train"  # the only one that BLiMP has
     if not Path(path).exists():
-        require_hub(path, name)
+        require_hub(path, name, instead="generated pairs (such as agreement-simple) or a local .jsonl")
     try:
         rows = datasets.load_dataset(path, config or None, split=split)
         found = list(enumerate(rows))

@@ -21,15 +21,16 @@ SCORINGS = {  # colour, marker, and the name in words
     "normalised": ("#009E73", "diamond", "sentence, per token"),
 }
 ACCURACY = "accuracy"
-TITLES = {
-    ACCURACY: "accuracy: share of pairs with the good sentence ahead",
-    "margin": "margin: log p(good) − log p(bad), nats",
+PANELS = {  # the quantity, its title, and which scorings have it: sums of nats and nats per token share no axis
+    "accuracy": (ACCURACY, "accuracy: share of pairs right", ("sentence", "word", "normalised")),
+    "margin": ("margin", "margin, nats", ("sentence", "word")),
+    "margin-per-token": ("margin", "margin, nats per token", ("normalised",)),
 }
 CHANCE = 0.5
 
 
 def pairs_figure(table: pd.DataFrame) -> go.Figure:
-    """Accuracy and mean margin of each set, a marker per scoring, with 95 % intervals; see `add_pairs`.
+    """Accuracy and mean margin, log p(good) - log p(bad), of each set, a marker per scoring; see `add_pairs`.
 
     `ResultError` where columns or rows are missing.
     """
@@ -37,22 +38,27 @@ def pairs_figure(table: pd.DataFrame) -> go.Figure:
     whole = table[table["feature"] == "all"]
     require(whole, "", "minimal pairs, whole sets,")
     names = list(whole["set"].unique())
-    drawn = panels(list(TITLES.values()), 2, height=max(240, 46 * len(names) + 90))
-    for place, quantity in enumerate(TITLES, 1):
-        add_pairs(drawn, whole.assign(label=whole["set"]), quantity, {"row": 1, "col": place}, labels=place == 1)
+    shown = {panel: PANELS[panel] for panel in pair_panels(whole)}
+    drawn = panels([title for _, title, _ in shown.values()], len(shown), height=max(240, 46 * len(names) + 90))
+    for place, panel in enumerate(shown, 1):
+        add_pairs(drawn, whole.assign(label=whole["set"]), panel, {"row": 1, "col": place}, labels=place == 1)
     return drawn
 
 
-def add_pairs(
-    drawn: go.Figure, rows: pd.DataFrame, quantity: str, place: dict[str, int], *, labels: bool = True
-) -> None:
-    """Draw one quantity, a line of `label` for each group of pairs and a marker for each scoring.
+def pair_panels(table: pd.DataFrame) -> list[str]:
+    """The panels for which a table has a scoring."""
+    return [panel for panel, (_, _, scorings) in PANELS.items() if set(scorings) & set(table["scoring"])]
+
+
+def add_pairs(drawn: go.Figure, rows: pd.DataFrame, panel: str, place: dict[str, int], *, labels: bool = True) -> None:
+    """Draw one panel, a line of `label` for each group of pairs and a marker with 95 % interval for each scoring.
 
     The dotted line is chance (accuracy 0.5) or a margin of 0. A cross marks a group with margins that are not finite,
     which are left out.
     """
+    quantity, _, wanted = PANELS[panel]
     names = list(dict.fromkeys(rows["label"]))
-    scorings = [name for name in SCORINGS if name in set(rows["scoring"])]
+    scorings = [name for name in wanted if name in set(rows["scoring"])]
     step = 0.22
     for number, scoring in enumerate(scorings):
         part = rows[rows["scoring"] == scoring]

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lens_geometry import html_pieces as pieces
 from lens_geometry.axes import interval, panels
-from lens_geometry.pair_plots import SCORINGS, TITLES, add_pairs
+from lens_geometry.pair_plots import PANELS, SCORINGS, add_pairs, pair_panels
 
 PAIR_WORDS = (
     "A minimal pair is a grammatical sentence and an ungrammatical one, which differs from it in one word. The model "
@@ -24,16 +24,18 @@ def pairs_section(table: pd.DataFrame, key: str) -> list[str]:
     """Accuracy and margin by set, accuracy by feature within each set, and the numbers."""
     whole = table[table["feature"] == "all"]
     scorings = [name for name in SCORINGS if name in set(table["scoring"])]
-    legend = "; ".join(f"{pieces.GLYPHS.get(SCORINGS[name][1], '✚')} {SCORINGS[name][2]}" for name in scorings)
     figures = []
-    for quantity, title in TITLES.items():
-        drawn = panels([""], 1, height=max(240, 46 * whole["set"].nunique() + 90))
-        add_pairs(drawn, whole.assign(label=whole["set"]), quantity, {"row": 1, "col": 1})
-        figures.append(pieces.plot(drawn, f"{key}-{quantity}", _capital(title), f"{legend}.", switched=False))
+    for panel in pair_panels(whole):
+        drawn, (_, title, wanted) = panels([""], 1, height=max(240, 46 * whole["set"].nunique() + 90)), PANELS[panel]
+        add_pairs(drawn, whole.assign(label=whole["set"]), panel, {"row": 1, "col": 1})
+        legend = _legend([name for name in scorings if name in wanted])
+        figures.append(pieces.plot(drawn, f"{key}-{panel}", _capital(title), legend, switched=False))
     for place, (name, rows) in enumerate(table[table["feature"] != "all"].groupby("set", sort=False)):
         drawn = panels([""], 1, height=max(240, 34 * len(rows) // max(1, len(scorings)) + 130))
         add_pairs(drawn, rows.assign(label=rows["feature"] + ": " + rows["value"]), "accuracy", {"row": 1, "col": 1})
-        figures.append(pieces.plot(drawn, f"{key}-set{place}", f"{name}: accuracy by feature", legend, switched=False))
+        figures.append(
+            pieces.plot(drawn, f"{key}-set{place}", f"{name}: accuracy by feature", _legend(scorings), switched=False)
+        )
     rows = [
         [str(name), f"{int(part['n_pairs'].max()):,}", *(cell for one in scorings for cell in _cells(part, one))]
         for name, part in whole.groupby("set", sort=False)
@@ -57,6 +59,11 @@ def _cells(rows: pd.DataFrame, scoring: str) -> list[str]:
         interval(row[n], row[f"{n}_low"], row[f"{n}_high"], signed=n == "margin") for n in ("accuracy", "margin")
     )
     return [one.replace(" [", "\n[") for one in numbers]
+
+
+def _legend(scorings: list[str]) -> str:
+    marks = (f"{pieces.GLYPHS.get(SCORINGS[name][1], '✚')} {SCORINGS[name][2]}" for name in scorings)
+    return f"{', '.join(marks)}. Bars are 95 % intervals over pairs."
 
 
 def _capital(words: str) -> str:

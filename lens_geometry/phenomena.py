@@ -107,10 +107,13 @@ def anaphor_number(pick: Pick, number: str, gender: str, regular: bool) -> Pair:
 
 
 def anaphor_gender(pick: Pick, template: str, gender: str) -> Pair:
-    """The boy (or: John) saw himself in the mirror, not "herself"."""
+    """The boy (or: Yesterday John) saw himself in the mirror, not "herself".
+
+    A name is never the first word: the first token has a place of its own, which many edits leave alone.
+    """
     verb, rest = pick(REFLEXIVE_PHRASES)
     if template == "name":
-        subject = pick(NAMES[gender])
+        subject = f"{pick(TIMES)} {pick(NAMES[gender])}"
     else:
         subject = f"{pick(('the', 'this', 'that'))} {pick(GENDERED[gender]).singular}"
     bad = REFLEXIVES["female" if gender == "male" else "male"]

@@ -20,10 +20,12 @@ import plotly.graph_objects as go
 from lens_geometry.attention_plots import attention_figure
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, part_of, require, style
 from lens_geometry.basin_plots import basin_figure, schedule_figure
+from lens_geometry.dissociation_plots import dissociation_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
 from lens_geometry.evaluation_plots import evaluation_figure
 from lens_geometry.generation_plots import continuations_figure, generation_figure
+from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
@@ -34,8 +36,10 @@ __all__ = [
     "basin_figure",
     "continuations_figure",
     "controls_figure",
+    "dissociation_figure",
     "figure",
     "generation_figure",
+    "mediators_figure",
     "profile_figure",
     "profile_heads_figure",
     "schedule_figure",
@@ -184,5 +188,7 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "sites": table_figure,
     "validate": table_figure,
     "minimal_pairs": pairs_figure,
+    "dissociation": dissociation_figure,
     "pathway_repair": repair_figure,
+    "mediators": mediators_figure,
 }

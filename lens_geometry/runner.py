@@ -147,6 +147,7 @@ def run_conditions(
     journal: Path | None = None,
     about: dict[str, Any] | None = None,
     measured: dict[str, dict[str, Any]] | None = None,
+    what: str = "conditions",
 ) -> dict[str, SequenceLosses]:
     """Losses of every sequence without edits (key "base") and under each condition.
 
@@ -166,7 +167,7 @@ def run_conditions(
     steps = sum(-(-len(tokens.ids) // size) for size in sizes)
     numbers = [*range(len(tokens.ids))] if tokens.noise_ids is None else [*tokens.noise_ids]
     streams = Streams(model, tokens, [condition.first_layer for condition in todo])
-    with at_rest(model), bar(steps, "conditions", settings.progress) as progress:
+    with at_rest(model), bar(steps, what, settings.progress) as progress:
         for condition, size in zip(todo, sizes, strict=True):
             progress.set_postfix_str(condition.keys[0], refresh=False)
             batch, copies, found = Batch(), len(condition.keys), []

@@ -12,8 +12,10 @@ from lens_geometry import html_pieces as pieces
 from lens_geometry.attention_sections import attention_section
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
+from lens_geometry.dissociation_sections import dissociation_section, dissociation_warnings
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
+from lens_geometry.mediator_sections import mediators_section
 from lens_geometry.pair_sections import pairs_section
 from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
@@ -33,7 +35,9 @@ TITLES = {
     "continuations": "Edited continuations",
     "evaluate": "Downstream tasks",
     "minimal_pairs": "Minimal pairs",
+    "dissociation": "Direction against magnitude",
     "pathway_repair": "Pathway repair",
+    "mediators": "Mediators of the damage",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -271,7 +275,9 @@ SECTIONS = {
     "basin": lambda table, key: [*_sites_reading(BASIN_WORDS, table), *basin_section(table, key)],
     "schedule": lambda table, key: [*_sites_reading(SCHEDULE_WORDS, table), *schedule_section(table, key)],
     "minimal_pairs": pairs_section,
+    "dissociation": dissociation_section,
     "pathway_repair": repair_section,
+    "mediators": mediators_section,
 }
 
 
@@ -296,6 +302,18 @@ def table_warnings(result: Result) -> list[str]:
         counts = table["status"].value_counts()
         words = {"nonfinite": "are not finite", "no_effect": "are of an edit that changed nothing"}
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
+    if result.experiment == "dissociation":
+        return dissociation_warnings(table)
+    if result.experiment == "mediators":
+        runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
+        words = {
+            "nonfinite": "have losses that are not finite, which are left out",
+            "no_effect": "changed no loss by a bit",
+            "impossible": "could not be made: a token cannot be moved so far",
+        }
+        counts = runs["status"].value_counts()
+        lost = {key: means for key, means in words.items() if key in counts}
+        return [f"{counts[key]:,} of {len(runs):,} perturbed runs {means}." for key, means in lost.items()]
     if result.experiment not in ("scaling_sweep", "mlp_sweep"):
         return []
     found, lost = [], table[table["status"] == "nonfinite"]

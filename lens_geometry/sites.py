@@ -194,7 +194,8 @@ SITES: Mapping[str, Site] = {
 def choose_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
     """Layer numbers from None (all), an int, a slice, an iterable of ints, or text; negatives count from the end.
 
-    Text is "all", "4", "1-" (all but the first), "4-11", "0,3,6" or a mixture such as "0,4-7".
+    Text is "all", "middle" (the middle third), "4", "1-" (all but the first), "4-11", "0,3,6" or a mixture such as
+    "0,4-7".
     Raises SiteError for a layer that does not exist, for none at all, and for one given twice.
     """
     return _choose(_numbers(layers, n_layers) if isinstance(layers, str) else layers, n_layers, "layer")
@@ -203,11 +204,13 @@ def choose_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
 def _numbers(text: str, n_layers: int) -> list[int] | None:
     if text.strip() == "all":
         return None
+    if text.strip() == "middle":
+        return list(range(n_layers // 3, max(2 * n_layers // 3, n_layers // 3 + 1)))
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
-            raise SiteError(f"{text!r} names no layers", cure='write "all", "4", "1-", "4-11" or "0,3,6"')
+            raise SiteError(f"{text!r} names no layers", cure='write "all", "middle", "4", "1-", "4-11" or "0,3,6"')
         end = int(last) if last else (n_layers - 1 if dash else int(first))
         chosen += range(int(first), end + 1)
     return chosen

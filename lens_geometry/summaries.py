@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from lens_geometry.basin_plots import basin_range, basins
+from lens_geometry.dissociation_plots import KINDS, ratio_words
+from lens_geometry.dissociation_verdict import groups, label, verdict
 from lens_geometry.experiments import diagonal_numbers
 from lens_geometry.generation_plots import edit_label, edit_numbers, parted
-from lens_geometry.repair_plots import KINDS, entry, head_rows, pooled
+from lens_geometry.repair_plots import entry, head_rows, pooled
 from lens_geometry.results import Result
 
 
@@ -116,6 +119,29 @@ def side_by_side(table: pd.DataFrame) -> str:
     return "\n".join([*lines, "┃ first difference from the unedited continuation"])
 
 
+def mediators_summary(table: pd.DataFrame) -> str:
+    """How displacements grow, then the shares of the damage, a row for each perturbation; all seeds together."""
+    keys, pooled = ["variant", "kind", "displacement"], table[table["seed"].isna()]
+    grown = pooled[pooled["measure"] == "growth_exponent"]
+    shares = pooled[pooled["measure"] == "explained"]
+    loss = pooled[pooled["mediator"] == "loss"].set_index(keys)["change"].rename("change of loss")
+    exponents = pd.DataFrame(
+        {
+            f"{words}{end}": grown[grown["mediator"] == name].set_index(keys)[column]
+            for name, words in (("growth", "stream"), ("growth_of_pushes", "pushes alone"))
+            for column, end in (("value", ""), ("low", " low"), ("high", " high"))
+        },
+        index=loss.index,
+    )
+    by_mediator = shares.pivot_table(index="mediator", columns=keys, values="value", sort=False)
+    return (
+        "exponent p of displacement ~ n^p after n pushes (1 they add up, 0.5 a random walk), 95 % intervals\n"
+        + loss.to_frame().join(exponents).to_string(float_format="{:.3f}".format, na_rep="-")
+        + "\nshare of the variance of the loss change that goes with each mediator (R^2)\n"
+        + (by_mediator.to_string(float_format="{:.3f}".format, na_rep="-") if len(by_mediator) else "too few points")
+    )
+
+
 def evaluation_summary(table: pd.DataFrame) -> str:
     """Score and its change with interval, a row for each task, metric and edit."""
     shown = table[["task", "metric", "edit", "value", "change", "change_low", "change_high", "n_documents", "status"]]
@@ -143,6 +169,33 @@ def pairs_summary(table: pd.DataFrame) -> str:
 def _with_interval(row: Any, name: str, pattern: str) -> str:
     value, *ends = (pattern.format(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
     return f"{value} [{', '.join(ends)}]"
+
+
+def dissociation_summary(table: pd.DataFrame) -> str:
+    """Of every variant the damage by displacement, both kinds beside each other, and the verdict in words."""
+    lines = ["damage by displacement: change of loss, drop of margin (both in nats) and of accuracy; 95 % intervals"]
+    decided = groups(verdict(table))
+    for part, rows in groups(table).items():
+        lines.append(f"\n{label(table, part)}".rstrip())
+        single = rows[(rows["regime"] == "") & rows["seed"].isna() & rows["displacement"].notna()]
+        shown = []
+        for (name, displacement), found in single.groupby(["quantity", "displacement"], sort=False):
+            by_kind = found.set_index("kind")
+            cells = {kind: by_kind.loc[kind, "value"] for kind in KINDS}
+            ratio = by_kind.loc["ratio"]
+            error = 100 * by_kind.loc[list(KINDS), "displacement_max_error"].max()
+            words = ratio_words(ratio) if ratio["status"] == "ok" else ratio["status"]
+            about = {"quantity": name, "displacement": displacement}
+            shown.append({**about, **cells, "angular / magnitude": words, "largest error %": error})
+        formats: dict[str, Callable[[float], str]] = {
+            "displacement": "{:g}".format,
+            "largest error %": "{:.2g}".format,
+        }
+        formats |= dict.fromkeys(KINDS, lambda value: f"{value:+.4f}" if value == value else "-")
+        lines.append(pd.DataFrame(shown).to_string(index=False, formatters=formats, na_rep="-"))
+        for row in decided[part].query("regime == 'all'").itertuples():
+            lines.append(f"{row.verdict}: {row.sentence}")
+    return "\n".join(lines)
 
 
 def repair_summary(table: pd.DataFrame) -> str:

@@ -257,7 +257,7 @@ def _row_texts(rows: Iterable[dict[str, Any]], column: str, name: str) -> Iterat
             yield _normal(text)
 
 
-def require_hub(path: str, name: str) -> None:
+def require_hub(path: str, name: str, *, instead: str = "bundled text (austen, moby-dick) or a local .txt") -> None:
     """Raise DataError unless the hub answers for this data set or an earlier download is in the cache."""
     import datasets
     import huggingface_hub
@@ -273,7 +273,7 @@ def require_hub(path: str, name: str) -> None:
         raise DataError(problem, where=name, cure="check the path, or log in with `hf auth login`") from error
     except Exception as error:
         if not cached.exists():
-            cure = "go online, or use bundled text (austen, moby-dick) or a local .txt"
+            cure = f"go online, or use {instead}"
             raise DataError(
                 f"the Hugging Face hub is out of reach ({type(error).__name__})", where=name, cure=cure
             ) from error

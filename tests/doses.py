@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pandas as pd
 
 from lens_geometry.experiments.dissociation_rows import Doses, as_table, rows
 from lens_geometry.results import Result
+
+__all__ = ["Doses", "Result", "as_table", "replace", "rows"]
 
 DISPLACEMENTS = (0.05, 0.1, 0.2, 0.4)
 STEEP, FLAT = (0.02, 0.15, 0.9, 5.0), (0.004, 0.06, 0.5, 3.0)
@@ -64,7 +67,7 @@ def table(answers: Mapping[str, str] | None = None, **changes: Any) -> pd.DataFr
     """A table of variants, each with its own answer."""
     answers = {"default": "dissociation"} if answers is None else answers
     parts = [
-        as_table(rows(doses(answer, seed=place, **changes))).assign(variant=name, layers="10-17")
+        as_table(rows(doses(answer, seed=place, **changes), resamples=400)).assign(variant=name, layers="10-17")
         for place, (name, answer) in enumerate(answers.items())
     ]
     found = pd.concat(parts, ignore_index=True).assign(model="tiny", normalization="RMS")

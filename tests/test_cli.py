@@ -239,6 +239,24 @@ def test_attention_writes_its_files_and_prints_the_diagonal(capsys, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == files
 
 
+def test_pairs_scores_sets_and_files_and_prints_accuracies(capsys, tmp_path):
+    lines = [{"sentence_good": "The boys walk.", "sentence_bad": "The boys walks."}] * 2
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    few = ["--max-pairs", 5, "--no-progress", "--scorings", "word"]
+    code, out, _ = run(
+        capsys, "pairs", *TINY, "--sets", "anaphor-gender", tmp_path / "own.jsonl", *few, "--out", tmp_path / "out"
+    )
+    assert code == 0
+    assert "anaphor-gender" in out
+    result = Result.load(tmp_path / "out")
+    assert dict(result.table.groupby("set")["n_pairs"].max()) == {"anaphor-gender": 5, "own": 2}
+    assert set(result.table["scoring"]) == {"word"}
+    code, _, err = run(capsys, "pairs", *TINY, "--sets", "agreement-simpel")
+    assert (code, "agreement-simple" in err) == (2, True)
+    code, _, err = run(capsys, "pairs", *TINY, "--sets", "anaphor-gender", "--conditions", "a", "b")
+    assert (code, "SyntaxGym" in err) == (2, True)
+
+
 @pytest.mark.parametrize("arguments", [["profil"], ["profile", "--no-such-option"], ["scale", "--parallel", "much"]])
 def test_a_command_that_cannot_be_read_ends_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
@@ -262,3 +280,21 @@ def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
     code, _, err = run(capsys, "profile", *TINY)
     assert code == 130
     assert "stopped" in err
+
+
+def test_mediators_prints_how_displacements_grow_and_resumes(capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4)
+    arguments = ["mediators", *TINY, "--text", text, "--sequence-length", 16, "--max-sequences", 5, "--no-progress"]
+    arguments += ["--seeds", 2, "--variants", "default", "--layers", "1-2", "--out", tmp_path / "out"]
+    code, first, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "pushes alone" in first
+    assert "attention_entropy" in first
+    result = Result.load(tmp_path / "out")
+    assert result.experiment == "mediators"
+    assert result.meta["settings"]["seeds"] == 2
+    assert result.meta["perturbed_layers"] == [1, 2]
+    journal = (tmp_path / "out" / "journal.jsonl").read_text()
+    assert run(capsys, *arguments)[:2] == (0, first)
+    assert (tmp_path / "out" / "journal.jsonl").read_text() == journal

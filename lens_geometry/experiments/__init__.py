@@ -2,10 +2,13 @@
 
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
+from lens_geometry.experiments.calibration import principal_directions
+from lens_geometry.experiments.dissociation import DissociationSettings, dissociation, side_by_side
 from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
+from lens_geometry.experiments.mediators import MediatorSettings, mediators
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
 from lens_geometry.experiments.pathway_plan import PathwaySettings
@@ -19,9 +22,11 @@ from lens_geometry.experiments.validate import site_table, validate
 __all__ = [
     "AttentionSettings",
     "BasinSettings",
+    "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
+    "MediatorSettings",
     "MlpSettings",
     "PairSettings",
     "PathwaySettings",
@@ -34,16 +39,20 @@ __all__ = [
     "basin",
     "continuations",
     "diagonal_numbers",
+    "dissociation",
     "evaluate",
     "generation_profile",
     "head_sweep",
+    "mediators",
     "minimal_pairs",
     "mlp_sweep",
     "pathway_repair",
+    "principal_directions",
     "profile",
     "scaling_edits",
     "scaling_sweep",
     "schedule",
+    "side_by_side",
     "site_table",
     "validate",
 ]

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from lens_geometry import edits
 from lens_geometry.stats import Floats, two_way_means
 
-KINDS = ("angular", "magnitude")
+KINDS: tuple[str, ...] = edits.KINDS
 QUANTITIES = ("loss", "margin", "accuracy")
-STATUSES = ("ok", "no_effect", "nonfinite", "impossible")  # the worst last
+STATUSES = ("ok", "no_effect", "nonfinite", "impossible", "not_reached")  # the worst last
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,14 @@ class Damage:
         return {"value": value, "level": level, "n_seeds": int(there.any(1).sum()), "n_items": int(there.any(0).sum())}
 
 
-def draw(damages: Sequence[Damage], seed: int) -> None:
+def draw(damages: Sequence[Damage], *, seed: int, resamples: int) -> None:
     """Fill in the draws: seeds are drawn alike for all quantities, and so are the sequences, and the pairs."""
     arrays = [[*(one.changes[kind] for kind in KINDS), one.weights[None]] for one in damages]
     populations = [one.population for one in damages for _ in range(len(KINDS) + 1)]
-    drawn = iter(two_way_means([x for own in arrays for x in own], populations, seed=seed))
-    alone = iter(two_way_means([x[..., None, :] for own in arrays for x in own], populations, seed=seed))
+    drawn = iter(two_way_means([x for own in arrays for x in own], populations, seed=seed, resamples=resamples))
+    alone = iter(
+        two_way_means([x[..., None, :] for own in arrays for x in own], populations, seed=seed, resamples=resamples)
+    )
     for one in damages:
         for found, means in ((one.draws, drawn), (one.draws_by_seed, alone)):
             changes, weights = {kind: next(means) for kind in KINDS}, next(means)

@@ -36,7 +36,9 @@ class _Group(NamedTuple):
     places: list[int]
 
 
-def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> list[dict[str, Any]]:
+def rows(
+    doses: Doses, *, seed: int = 0, low_regime: float | None = None, resamples: int = 2000
+) -> list[dict[str, Any]]:
     """Every damage, alone and compared, as rows of one long table; `as_table` makes it one.
 
     Damage points up: rise of the loss (nats per token, all tokens alike), drop of the margin (nats), drop of the
@@ -52,15 +54,16 @@ def rows(doses: Doses, *, seed: int = 0, low_regime: float | None = None) -> lis
       changed.
     - `crossover`: (contrast of the loss - contrast of this quantity) / 2.
 
-    Intervals are 95 % percentiles over seeds and items drawn anew, all rows from the same draws (one seed's rows: over
-    items alone). A `regime` pools displacements: those up to `low_regime` (by default the median), those above, and
-    all; damages are averaged over its displacements before they are compared, contrasts are averaged themselves.
+    Intervals are 95 % percentiles over seeds and items drawn anew (`stats.two_way_means`), all rows from the same draws
+    (one seed's rows: over items alone). A `regime` pools displacements: those up to `low_regime` (by default the
+    median), those above, and all; damages are averaged over its displacements before they are compared, contrasts are
+    averaged themselves.
 
     A displacement at which any condition is not "ok" is compared no further: its rows say why, and regimes leave it
-    out (`n_left_out`). Damage by itself is then over what is finite, without an interval.
+    out (`n_left_out`). Damage by itself is then over what is finite, with an interval only where everything is.
     """
     damages = [Damage(doses, name) for name in QUANTITIES if name == "loss" or doses.margins]
-    draw(damages, seed)
+    draw(damages, seed=seed, resamples=resamples)
     groups = list(_groups(doses.displacements, low_regime))
     table: list[dict[str, Any]] = []
     for damage in damages:

@@ -11,17 +11,28 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lens_geometry import models
+from lens_geometry.anatomy import at_rest
 from lens_geometry.data import Tokens
 from lens_geometry.errors import DataError
-from lens_geometry.metrics import SCORINGS, Scoring, SequenceLosses, pair_accuracy, pair_margins
+from lens_geometry.metrics import (
+    SCORINGS,
+    Scoring,
+    SequenceLosses,
+    pair_accuracy,
+    pair_margins,
+    summed_losses,
+    token_losses,
+)
 from lens_geometry.pair import Pair, Pairs
 from lens_geometry.pair_tokens import kept_pairs, tokenize_pairs
 from lens_geometry.pairs import load_pairs
 from lens_geometry.results import Result, jsonable
-from lens_geometry.runner import RunSettings, at_least, model_warnings, provenance, run_conditions
+from lens_geometry.runner import RunSettings, at_least, bar, batches, model_warnings, provenance
 from lens_geometry.stats import bootstrap_means
 
 FEATURES = ("template", "number", "attractor", "match", "number and attractor", "noun", "verb", "gender", "item")
@@ -85,8 +96,7 @@ def minimal_pairs(
         out.
 
     Raises:
-        DataError for pairs and settings that cannot be used; ModelError without a model, or where it gives losses that
-        are not finite.
+        DataError for pairs and settings that cannot be used; ModelError without a model.
     """
     settings, started = replace(settings or PairSettings(), **changes), time.monotonic()
     models.require_model(model)
@@ -146,17 +156,47 @@ def _scored_as(scoring: str) -> Scoring:
     return "word" if scoring == "word" else "sentence"
 
 
+@torch.no_grad()
 def _losses(model: Any, pairs: Pairs, settings: PairSettings) -> tuple[dict[str, Tokens], dict[str, SequenceLosses]]:
-    """Tokens and losses of one set, for whole sentences and for critical words, as far as they are asked for."""
-    run = RunSettings(batch_size=settings.batch_size, seed=settings.seed, progress=settings.progress)
-    tokens: dict[str, Tokens] = {}
-    losses: dict[str, SequenceLosses] = {}
-    for scored in dict.fromkeys(map(_scored_as, settings.scorings)):
-        tokens[scored] = tokenize_pairs(
-            model, pairs, scoring=scored, prepend_bos=settings.prepend_bos, on_unscorable=settings.on_unscorable
+    """Tokens and losses of one set, for whole sentences and for critical words, as far as they are asked for.
+
+    One pass does for both. Where pairs are dropped, fewer may have a critical word than can be scored as sentences.
+    """
+    options: dict[str, Any] = {"prepend_bos": settings.prepend_bos, "on_unscorable": settings.on_unscorable}
+    tokens: dict[str, Tokens] = {
+        scored: tokenize_pairs(model, pairs, scoring=scored, **options)
+        for scored in dict.fromkeys(map(_scored_as, settings.scorings))
+    }
+    most = max(tokens.values(), key=lambda one: len(one.ids))
+    scored = {kind: _scored_in(most, one) for kind, one in tokens.items()}
+    found: dict[str, list[SequenceLosses]] = {kind: [] for kind in tokens}
+    total = -(-len(most.ids) // settings.batch_size)
+    with at_rest(model), bar(total, pairs.name, settings.progress) as progress:
+        for rows, ids, mask in batches(model, most, settings.batch_size):
+            losses = token_losses(model(ids, return_type="logits"), ids)
+            for kind, chosen in scored.items():
+                found[kind].append(summed_losses(losses, mask, chosen[rows.start : rows.stop]))
+            progress.update()
+    return tokens, {
+        kind: SequenceLosses(
+            *(np.concatenate(parts)[_same_rows(most, one)] for parts in zip(*found[kind], strict=True))
         )
-        losses[scored] = run_conditions(model, tokens[scored], [], run)["base"]
-    return tokens, losses
+        for kind, one in tokens.items()
+    }
+
+
+def _same_rows(most: Tokens, tokens: Tokens) -> NDArray[np.bool_]:
+    """Which rows of `most` are those of `tokens`, which may lack some of its pairs."""
+    assert most.noise_ids is not None
+    assert tokens.noise_ids is not None
+    return np.isin(most.noise_ids, tokens.noise_ids)
+
+
+def _scored_in(most: Tokens, tokens: Tokens) -> Tensor:
+    """What `tokens` scores, at its rows of `most`."""
+    found = torch.zeros_like(most.mask)
+    found[torch.from_numpy(_same_rows(most, tokens)), : tokens.mask.shape[1]] = tokens.counted
+    return found
 
 
 def _rows(
