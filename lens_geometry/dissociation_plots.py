@@ -67,7 +67,9 @@ def dissociation_figure(table: pd.DataFrame, quantities: Sequence[str] = ("loss"
         for col, name in enumerate(shown, 1):
             add_doses(drawn, table, rows, name, {"row": row, "col": col}, legend=row == col == 1)
     for col, name in enumerate(compared, 1):
-        add_estimates(drawn, table, name, {"row": len(parts) + 1, "col": col}, legend=col == 1)
+        place = {"row": len(parts) + 1, "col": col}
+        add_estimates(drawn, table, name, place, legend=col == 1)
+        drawn.update_yaxes(showticklabels=col == 1, **place)  # both have the same rows
     return drawn
 
 

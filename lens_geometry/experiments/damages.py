@@ -87,7 +87,8 @@ class Damage:
 
     def values(self, kind: str) -> Floats:
         """[displacement], over all seeds; NaN where anything is not finite."""
-        return self.by_seed[kind].mean(-1)
+        changes = self.changes[kind]  # summed before they are divided: what cancels leaves exactly 0
+        return changes.sum((-2, -1)) / (changes.shape[-2] * self.weights.sum())
 
     def by_item(self, kind: str, places: list[int]) -> Floats:
         """Damage of each sequence (per token) or pair, averaged over seeds and these displacements."""
