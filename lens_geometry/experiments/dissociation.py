@@ -214,9 +214,11 @@ class _Study:
                 model, text, settings.components, site=settings.site, layers=layers, settings=settings
             )
 
-    def run(self, wanted: dict[_Cell, dict[str, tuple[float, ...]]]) -> None:
+    def run(self, wanted: dict[_Cell, dict[str, tuple[float, ...]]], only: str | None = None) -> None:
         """Every displacement of every kind, with each seed, on the text and all pairs; what is done is not redone."""
         for name, tokens in self.tokens.items():
+            if only not in (None, name):
+                continue
             conditions = [
                 self._condition(cell, kind, displacement, seed)
                 for cell, doses in wanted.items()
@@ -282,7 +284,7 @@ class _Study:
                 guess = displacement_at(target, doses, [self._damage(cell, kind, dose) for dose in doses])
                 if not np.isfinite(guess) or guess in doses:
                     break
-                self.run({cell: {one: (guess,) if one == kind else () for one in KINDS}})
+                self.run({cell: {one: (guess,) if one == kind else () for one in KINDS}}, only="text")
                 doses = sorted([*doses, guess])
                 if abs(self._damage(cell, kind, guess) / target - 1) < 0.05:
                     break
