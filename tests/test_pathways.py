@@ -258,9 +258,15 @@ def test_a_displacement_that_is_impossible_is_a_row():
     assert set(table[table["displacement"] == 0.5]["status"]) == {"ok"}
 
 
-def test_the_default_layers_are_the_middle_third():
+def test_layers_are_the_middle_third_and_what_follows_unless_they_are_named():
     model = zoo.build("llama_gqa")
-    assert pathway_repair(model, said(model), **{**QUICK, "layers": None}).meta["perturbed_layers"] == [1]
+    for changes, perturbed, repaired in (
+        ({"layers": "middle"}, [1], [1, 2, 3]),
+        ({"repaired_layers": "perturbed"}, [1, 2], [1, 2]),
+        ({"repaired_layers": "2-3"}, [1, 2], [2, 3]),
+    ):
+        meta = pathway_repair(model, said(model), **{**QUICK, **changes}).meta
+        assert (meta["perturbed_layers"], meta["repaired_layers"]) == (perturbed, repaired)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +279,7 @@ def test_the_default_layers_are_the_middle_third():
         ({"kinds": ()}, DataError, "give a tuple"),
         ({"displacements": (0.1, "x")}, DataError, "give a tuple"),
         ({"layers": 3}, DataError, "write it as text"),
+        ({"repaired_layers": None}, DataError, "write it as text"),
         ({"seeds": 0}, DataError, "seeds is 0"),
         ({"layers": "9"}, SiteError, "layers 0 to 3"),
         ({"single_heads": True, "head_layers": "0"}, SiteError, "choose among the repaired layers: 1, 2, 3"),

@@ -26,8 +26,9 @@ class PathwaySettings(RunSettings):
     """Settings of `pathway_repair`.
 
     Attributes:
-        layers: which layers' input is perturbed, all at once: "8-15", "10"; None takes the middle third.
-        repaired_layers: where pathways are repaired; None takes every layer from the first perturbed one on.
+        layers: which layers' input is perturbed, all at once: "middle" (the middle third), "8-15", "10".
+        repaired_layers: where pathways are repaired: "onwards" (every layer from the first perturbed one on),
+            "perturbed" (the same layers), or text as above.
         kinds: "angular", "magnitude", or both.
         displacements: how far every token is moved.
         unit: of the displacements: "relative" to each token's norm, or "absolute".
@@ -40,8 +41,8 @@ class PathwaySettings(RunSettings):
         head_layers: in which layers; None takes all repaired ones.
     """
 
-    layers: str | None = None
-    repaired_layers: str | None = None
+    layers: str = "middle"
+    repaired_layers: str = "onwards"
     kinds: tuple[Kind, ...] = KINDS
     displacements: tuple[float, ...] = (0.1, 0.2)
     unit: Unit = "relative"
@@ -65,10 +66,9 @@ class PathwaySettings(RunSettings):
                     f"{name} is {values!r}", cure=f"give a tuple, such as {name}={PathwaySettings.__dict__[name]!r}"
                 )
         for name in ("layers", "repaired_layers", "head_layers"):
-            if not isinstance(getattr(self, name), str | None):
-                raise DataError(
-                    f"{name} is {getattr(self, name)!r}", cure='write it as text: "all", "4", "8-15" or "0,3"'
-                )
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name == "head_layers" and value is None):
+                raise DataError(f"{name} is {value!r}", cure='write it as text: "middle", "4", "8-15" or "0,3"')
         for joint in self.pathways:
             unknown = sorted({*joint.split("+")} - {*PATHWAYS})
             if unknown or len({*joint.split("+")}) < joint.count("+") + 1:
@@ -103,9 +103,9 @@ class Plan:
 def planned(model: Any, settings: PathwaySettings) -> Plan:
     """The layers and pathways that this model has. Raises when it has none, or when repairs come before the damage."""
     n_layers = inspect(model).n_layers
-    third = n_layers // 3
-    layers = choose_layers(settings.layers or range(third, max(third + 1, 2 * third)), n_layers)
-    repaired = choose_layers(settings.repaired_layers or range(layers[0], n_layers), n_layers)
+    layers = choose_layers(settings.layers, n_layers)
+    named = {"onwards": range(layers[0], n_layers), "perturbed": layers}
+    repaired = choose_layers(named.get(settings.repaired_layers, settings.repaired_layers), n_layers)
     early = [layer for layer in repaired if layer < layers[0]]
     if early:
         raise SiteError(
