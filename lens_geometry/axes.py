@@ -154,7 +154,7 @@ def _tick(value: float) -> str:
 
 def panels(titles: Sequence[str], columns: int, *, height: int = 330) -> go.Figure:
     """An empty figure of titled panels on a transparent ground, its legend below."""
-    rows = math.ceil(len(titles) / columns)
+    rows = max(1, math.ceil(len(titles) / columns))
     gap = {"vertical_spacing": 0.3 / rows, "horizontal_spacing": 0.1}
     drawn = make_subplots(rows, columns, subplot_titles=list(titles), **gap)
     drawn.update_annotations(font_size=13)

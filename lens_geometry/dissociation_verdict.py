@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from lens_geometry.axes import interval, require
 
-COLUMNS = "quantity kind regime displacement seed value low high n_left_out status"
+COLUMNS = "quantity kind regime displacement seed value low high n_items n_left_out status"
 GROUPS = ("model", "variant", "layers", "pairs", "matched")
 REGIMES = ("all", "low", "high")
 SYNTAX = ("margin", "accuracy")
 VERDICTS = ("dissociation", "reversed", "one-sided", "none", "undecided")
+SURE = ("angular", "magnitude")
+SMALL = 0.5  # a contrast whose whole interval is nearer to 0 is none to speak of: one damage under 3 times the other
 
 
 def group_columns(table: pd.DataFrame) -> list[str]:
@@ -45,7 +47,8 @@ def verdict(table: pd.DataFrame) -> pd.DataFrame:
     A contrast is clear when its 95 % interval leaves out 0. With that of the loss above 0 (the change of direction
     hurts more) and that of the quantity (margin or accuracy of minimal pairs) below it (the change of size hurts more)
     the `verdict` is "dissociation", the other way round "reversed". Any other case with a clear contrast is
-    "one-sided", without one "none"; "undecided" where one of the two was not measured or has no interval. Columns:
+    "one-sided", whatever is known of the other one. Without a clear contrast it is "none" where both intervals lie
+    within half the scale (-0.5 to 0.5), and "undecided" where one does not: too few seeds or items. Columns:
     `loss_contrast`, `contrast` and `crossover` (half their difference), each with `_low` and `_high`, `n_left_out`
     (displacements that could not be compared), and a `sentence`. Without pairs there is one row, of quantity "".
 
@@ -66,8 +69,7 @@ def verdict(table: pd.DataFrame) -> pd.DataFrame:
 def _decide(rows: pd.DataFrame, quantity: str, regime: str) -> dict[str, Any]:
     loss, syntax = (_estimate(rows, name, "contrast", regime) for name in ("loss", quantity))
     crossover = _estimate(rows, quantity, "crossover", regime)
-    sides = _side(loss), _side(syntax)
-    word, sentence = _in_words(sides, quantity)
+    word, sentence = _in_words(_side(loss), _side(syntax), quantity)
     numbers = [interval(*one[:3], signed=True) for one in (loss, syntax) if math.isfinite(one[0])]
     remarks = [f"contrast{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"] if numbers else []
     if math.isfinite(crossover[0]):
@@ -89,39 +91,48 @@ def _estimate(rows: pd.DataFrame, quantity: str, kind: str, regime: str) -> Esti
     if row.empty:
         return math.nan, math.nan, math.nan, 0
     value, low, high = (float(row[name].iloc[0]) for name in ("value", "low", "high"))
+    if int(row["n_items"].iloc[0]) < 2:  # of one sequence or pair, draws of seeds alone say nothing of others
+        low = high = math.nan
     return value, low, high, int(row["n_left_out"].iloc[0])
 
 
-def _side(estimate: Estimate) -> int | None:
-    """1 where angular surely hurts more, -1 where magnitude does, 0 where 0 is inside; None without an interval."""
+Side = Literal["angular", "magnitude", "small", "wide", "unknown"]
+
+
+def _side(estimate: Estimate) -> Side:
+    """Which kind surely hurts more; or that neither does by much, that the interval is too wide, or missing."""
     _, low, high, _ = estimate
     if not (math.isfinite(low) and math.isfinite(high)):
-        return None
-    return 1 if low > 0 else -1 if high < 0 else 0
+        return "unknown"
+    if low > 0:
+        return "angular"
+    if high < 0:
+        return "magnitude"
+    return "small" if low >= -SMALL and high <= SMALL else "wide"
 
 
-def _in_words(sides: tuple[int | None, int | None], quantity: str) -> tuple[str, str]:
-    loss, syntax = sides
+def _in_words(loss: Side, syntax: Side, quantity: str) -> tuple[str, str]:
     on_loss = _more(loss, "the loss")
     if not quantity:
         return "undecided", f"{on_loss}; no minimal pairs were scored"
     on_pairs = _more(syntax, f"the {quantity}")
-    if loss is None or syntax is None:
-        return "undecided", f"{on_loss}; {on_pairs}"
-    if loss == syntax == 0:
-        return "none", f"no difference is seen, neither in the loss nor in the {quantity}"
-    if loss == syntax:
+    apart = f"{on_loss}, {on_pairs}"
+    if (loss, syntax) == ("angular", "magnitude"):
+        return "dissociation", apart
+    if (loss, syntax) == ("magnitude", "angular"):
+        return "reversed", apart
+    if loss == syntax == "small":
+        return "none", f"hardly any difference, neither in the loss nor in the {quantity}"
+    if loss == syntax and loss in SURE:
         return "one-sided", _more(loss, f"both the loss and the {quantity}")
-    if loss and syntax:
-        return "dissociation" if loss > 0 else "reversed", f"{on_loss}, {on_pairs}"
-    return "one-sided", f"{on_loss}; {on_pairs}"
+    decided = "unknown" not in (loss, syntax) and (loss in SURE or syntax in SURE)
+    return "one-sided" if decided else "undecided", f"{on_loss}; {on_pairs}"
 
 
-def _more(side: int | None, what: str) -> str:
-    if side is None:
-        return f"there is no interval for {what}"
-    return (
-        f"no difference is seen in {what}"
-        if side == 0
-        else f"{'angular' if side > 0 else 'magnitude'} hurts {what} more"
-    )
+def _more(side: Side, what: str) -> str:
+    if side in SURE:
+        return f"{side} hurts {what} more"
+    return {
+        "small": f"hardly any difference in {what}",
+        "wide": f"it is open for {what}, whose interval is too wide to tell",
+    }.get(side, f"there is no interval for {what}")

@@ -157,7 +157,7 @@ def _suite_pair(item: Any, place: int, comparison: Comparison, name: str, file: 
 def _sentence(item: Any, condition: str, region: str, where: str) -> tuple[str, Span | None]:
     """The sentence of one condition, and the characters of the region in it; None for the whole sentence."""
     conditions = item.get("conditions") if isinstance(item, dict) else None
-    named = {one.get("condition_name"): one for one in _dicts(conditions, "conditions", where)}
+    named = {str(one.get("condition_name")): one for one in _dicts(conditions, "conditions", where)}
     if condition not in named:
         cure = f"choose from {', '.join(map(str, named))}"
         raise DataError(f"there is no condition {condition!r}", where=where, cure=cure)
@@ -203,7 +203,7 @@ def read_text(path: Path) -> str:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         at = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
             f"this is not JSON{at}", where=where, cure="write one JSON object per line in a .jsonl"

@@ -70,7 +70,9 @@ def load_pairs(
 
 
 def _all_pairs(name: str | os.PathLike[str], conditions: tuple[str, str] | None, region: int | str | None) -> Pairs:
-    path = Path(name).expanduser()
+    if not isinstance(name, str | os.PathLike):
+        raise DataError(f"{name!r} names no pairs", cure=PAIR_NAMES)
+    path = Path(name)
     if (conditions is not None or region is not None) and path.suffix != ".json":
         problem = "conditions and regions are those of a SyntaxGym suite, a .json file"
         raise DataError(problem, where=str(name), cure="leave them out")
@@ -82,8 +84,13 @@ def _all_pairs(name: str | os.PathLike[str], conditions: tuple[str, str] | None,
         return Pairs(UNION, tuple(pair for make in AGREEMENT.values() for pair in make()), SOURCE, "MIT")
     if isinstance(name, str) and name.startswith("hf:"):
         return hub_pairs(name)
-    if not path.exists():
-        raise DataError("there are no pairs of this name, and no such file", where=str(name), cure=PAIR_NAMES)
+    try:
+        path = path.expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that there is not, a NUL
+        there = False
+    if not there:
+        raise DataError("there are no pairs of this name, and no such file", where=str(name)[:200], cure=PAIR_NAMES)
     if path.suffix == ".json":
         return suite_file(path, conditions, region)
     if path.suffix == ".jsonl":

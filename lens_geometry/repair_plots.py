@@ -27,7 +27,7 @@ TITLES = {
 }
 LOST = {
     "nonfinite": "losses that are not finite",
-    "no_damage": "no damage to divide by",
+    "no_damage": "damage cannot be told from 0",
     "impossible": "a displacement that is not possible",
     "no_effect": "changed no loss",
 }
@@ -99,7 +99,7 @@ def add_repairs(
     """Draw recovery, or the gap of joint repairs, with 95 % intervals: a line per pathway, a marker per kind.
 
     Dotted lines are no help (0) and the clean loss (1), or a gap of 0. What lies beyond `VIEW` ends at the panel's edge
-    with an arrow. A cross at 0 marks a repair without a number.
+    with an arrow. A repair without a number has the reason in words instead.
     """
     if quantity == GAP:
         rows = rows[rows["pathway"].str.contains("+", regex=False)]
@@ -114,22 +114,19 @@ def add_repairs(
         part, points = rows[rows["kind"] == kind], shown.loc[rows["kind"] == kind, ["y", "low", "high"]].astype(float)
         colour, symbol = KINDS[kind]
         height = [names.index(name) + 0.24 * (order - (len(kinds) - 1) / 2) for name in part["pathway"]]
-        symbols = [
-            "x-thin"
-            if not np.isfinite(y)
-            else "triangle-left"
-            if y < left
-            else "triangle-right"
-            if y > right
-            else symbol
-            for y in points["y"]
-        ]
-        points = points.fillna({"y": 0.0}).clip(left, right)
+        symbols = ["triangle-left" if y < left else "triangle-right" if y > right else symbol for y in points["y"]]
+        points = points.clip(left, right)
         dots = go.Scatter(x=points["y"], y=height, mode="markers", name=kind, legendgroup=kind)
         dots.update(text=[_hover(row) for row in part.to_dict("records")], hovertemplate="%{text}<extra></extra>")
         dots.update(showlegend=legend, meta={"site": "", "role": kind}, customdata=part[quantity])
         dots.update(marker={"color": colour, "symbol": symbols, "size": 9, "line": {"color": colour, "width": 1.6}})
         drawn.add_trace(dots.update(error_x={**bars(points, 1.6), "color": colour}), **place)
+        lost = [number for number, y in enumerate(points["y"]) if not np.isfinite(y)]
+        if lost:
+            words = [LOST.get(part["status"].iloc[number], "not measured") for number in lost]
+            why = go.Scatter(x=[(left + right) / 2] * len(lost), y=[height[number] for number in lost], mode="text")
+            why.update(text=[f"{kind}: {word}" for word in words], textfont={"color": colour, "size": 11})
+            drawn.add_trace(why.update(hoverinfo="skip", showlegend=False, meta={"site": "", "role": kind}), **place)
     for at in (0.0, 1.0) if quantity == RECOVERY else (0.0,):
         drawn.add_vline(x=at, line={"color": INK, "width": 1.5, "dash": "dot"}, **place)
     for line in np.arange(len(names) - 1) + 0.5:

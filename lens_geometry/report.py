@@ -32,6 +32,7 @@ SHAPE = {  # of the model, in words
     "d_model": "d_model {}",
     "dtype": "{}",
 }
+OWN_DATA = ("minimal_pairs",)  # experiments whose data are no text that others could share
 PACKAGES = ("python", "torch", "transformer-lens", "transformers")
 
 
@@ -131,7 +132,8 @@ def _found(results: Sequence[Result]) -> str:
     items = "".join(f"<li>{_unbroken(sentence)}</li>" for sentence in findings(results))
     if not items:
         return ""
-    sources = {(_name(result, "model", "name"), _name(result, "data", "text")) for result in results}
+    texts = [result for result in results if result.experiment not in OWN_DATA]
+    sources = {(_name(result, "model", "name"), _name(result, "data", "text")) for result in texts}
     remarks = ["The results are of different models or texts: see each part."] if len(sources) > 1 else []
     if len({result.experiment for result in results}) < len(results):
         remarks.append("Where an experiment is here more than once, the sentences are about its first result.")

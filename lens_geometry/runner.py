@@ -59,8 +59,8 @@ def at_least(settings: Any, **least: int) -> None:
     """Raise DataError for a setting that is no whole number or too small, before anything is run."""
     for name, low in least.items():
         value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise DataError(f"{name} is {value!r}", cure=f"give a whole number of {low} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+            raise DataError(f"{name} is {value!r}", cure=f"give a whole number of {low} or more (below 2^63)")
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,13 @@ def provenance(model: Any, tokens: Tokens, settings: RunSettings, *, started: fl
     }
 
 
-def identity_of_run(model: Any, tokens: Tokens, settings: Any) -> dict[str, Any]:
-    """What a number depends on, for resuming: batch size and progress do not belong to it."""
+def identity_of_run(model: Any, tokens: Tokens, settings: Any, *, free: Iterable[str] = ()) -> dict[str, Any]:
+    """What a number depends on, for resuming: batch size and progress do not belong to it.
+
+    Nor do the `free` settings, which say what is run, not how: the conditions' keys hold them.
+    """
     about = models.describe(model)
-    kept = {key: value for key, value in asdict(settings).items() if key not in ("progress", "batch_size")}
+    kept = {key: value for key, value in asdict(settings).items() if key not in ("progress", "batch_size", *free)}
     return {
         "model_fingerprint": about["fingerprint"],
         "dtype": about["dtype"],

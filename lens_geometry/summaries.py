@@ -11,7 +11,7 @@ import pandas as pd
 from lens_geometry.basin_plots import basin_range, basins
 from lens_geometry.dissociation_plots import KINDS, ratio_words
 from lens_geometry.dissociation_verdict import groups, label, verdict
-from lens_geometry.experiments import diagonal_numbers
+from lens_geometry.experiments import VARIANTS, diagonal_numbers
 from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.repair_plots import entry, head_rows, pooled
 from lens_geometry.results import Result
@@ -173,10 +173,18 @@ def _with_interval(row: Any, name: str, pattern: str) -> str:
 
 def dissociation_summary(table: pd.DataFrame) -> str:
     """Of every variant the damage by displacement, both kinds beside each other, and the verdict in words."""
-    lines = ["damage by displacement: change of loss, drop of margin (both in nats) and of accuracy; 95 % intervals"]
+    lines = [
+        "damage by displacement: change of loss, drop of margin (both in nats) and of accuracy; ratios with 95 % "
+        "intervals",
+        "(largest error: of a token's realised displacement against what was asked; in as_run and mean_displacement "
+        "tokens of one sequence differ by design, and only their mean is what was asked)",
+    ]
     decided = groups(verdict(table))
     for part, rows in groups(table).items():
         lines.append(f"\n{label(table, part)}".rstrip())
+        variant = str(rows["variant"].iloc[0]) if "variant" in rows else ""
+        if variant in VARIANTS:
+            lines.append(f"({VARIANTS[variant].changes})")
         single = rows[(rows["regime"] == "") & rows["seed"].isna() & rows["displacement"].notna()]
         shown = []
         for (name, displacement), found in single.groupby(["quantity", "displacement"], sort=False):

@@ -20,8 +20,8 @@ def number(row: pd.Series, digits: int = 2, sign: str = "+") -> str:
     """Value and interval."""
     if not math.isfinite(row["value"]):
         return "not compared" if row["status"] != "ok" else "-"
-    value, low, high = (f"{row[name]:{sign}.{digits}f}" for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
+    value, low, high = (f"{row[name] + 0.0:{sign}.{digits}f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})".replace("-inf to inf", "anything").replace("to inf", "or more")
 
 
 def pick(rows: pd.DataFrame, **which: object) -> pd.Series | None:
@@ -88,12 +88,15 @@ def main(directories: list[str]) -> None:
         result = Result.load(Path(directory))
         print(f"## {directory}\n")
         about(result)
+        shown = set()
         for key, rows in groups(result.table).items():
             print(f"### {label(result.table, key) or 'default'}\n")
+            of_loss = tuple(rows.iloc[0][["model", "variant", "layers", "matched"]])
             for quantity, digits in (("loss", 3), ("margin", 2), ("accuracy", 3)):
-                if quantity in set(rows["quantity"]):
-                    print(f"{quantity}:\n")
+                if quantity in set(rows["quantity"]) and not (quantity == "loss" and of_loss in shown):
+                    print(f"{quantity}:\n")  # that of the loss once, whatever pairs it stands beside
                     doses(rows, quantity, digits)
+            shown.add(of_loss)
         verdicts(result.table)
 
 

@@ -1,5 +1,6 @@
 """The direction-against-magnitude experiment on small models: numbers by hand, resuming, and what is counted."""
 
+import importlib
 import json
 
 import numpy as np
@@ -185,6 +186,54 @@ def test_the_median_unit_moves_all_tokens_of_a_layer_alike(model):
     assert rows["displacement_mean"].item() == pytest.approx(0.4 * median, rel=1e-5)
 
 
+def test_a_loss_that_was_not_met_is_not_called_equal(model, monkeypatch):
+    module = importlib.import_module("lens_geometry.experiments.dissociation")  # the package has a function of its name
+    monkeypatch.setattr(module, "displacement_at", lambda target, doses, damages: 0.3)
+    with pytest.warns(UserWarning, match="not reached"):
+        result = dissociation(model, zoo.tokens(2, 12), None, **{**QUICK, "equal_loss": (5.0,)})
+    rows = damages(result, matched="loss", quantity="loss")
+    assert set(rows[rows["kind"].isin(["angular", "magnitude"]) & (rows["regime"] == "")]["status"]) == {"not_reached"}
+
+
+def test_a_journal_of_pairs_that_were_moved_by_another_text_s_medians_is_refused(model, tmp_path):
+    settings = {**QUICK, "unit": "median", "seeds": 1}
+    dissociation(model, zoo.tokens(2, 12), "agreement-simple", **settings, out=tmp_path)
+    (tmp_path / "text.journal.jsonl").unlink()
+    with pytest.raises(ResultError, match="measured_on_tokens_sha256"):
+        dissociation(model, zoo.tokens(2, 12, seed=1), "agreement-simple", **settings, out=tmp_path)
+
+
+def test_another_scoring_goes_on_with_the_text_s_journal_and_bos_reaches_the_pairs(model, tmp_path):
+    settings = {**QUICK, "seeds": 1, "displacements": (0.2,)}
+    text = "The cat sat on the mat and the dog ran after it all day long. " * 3
+    settings |= {"sequence_length": 24, "max_sequences": 2}
+    dissociation(model, text, "agreement-simple", **settings, out=tmp_path)
+    before = (tmp_path / "text.journal.jsonl").read_text()
+    (tmp_path / "pairs_agreement-simple.journal.jsonl").unlink()
+    dissociation(model, text, "agreement-simple", **settings, scoring="normalised", out=tmp_path)
+    assert (tmp_path / "text.journal.jsonl").read_text() == before
+    found = dissociation(model, text, "agreement-simple", **settings, prepend_bos=True)
+    assert found.meta["pairs"]["agreement-simple"]["prepend_bos"]
+
+
+def test_a_semantic_tangent_where_tokens_repeat_is_impossible_and_no_crash():
+    ids = torch.tensor([[5, 9, 5, 9, 5, 9, 5, 9]] * 2)
+    settings = {**QUICK, "layers": ("0",), "variants": ("semantic",), "displacements": (0.1,), "seeds": 1}
+    with pytest.warns(UserWarning, match="impossible"):
+        result = dissociation(zoo.build("llama_gqa"), ids, None, **settings)
+    rows = damages(result, quantity="loss", seed=0)
+    assert dict(zip(rows["kind"], rows["status"], strict=True)) == {"angular": "impossible", "magnitude": "ok"}
+
+
+def test_models_of_one_name_are_told_apart():
+    settings = {**QUICK, "displacements": (0.1,), "seeds": 1}
+    results = [dissociation(zoo.build("gpt2"), zoo.tokens(2, 12, seed=i), None, **settings) for i in range(2)]
+    both = side_by_side(results)
+    names = list(dict.fromkeys(both.table["model"]))
+    assert len(names) == 2
+    assert names[1] == f"{names[0]} #2"
+
+
 def test_models_stand_side_by_side_with_their_norms():
     settings = {**QUICK, "displacements": (0.1,), "seeds": 1}
     results = [dissociation(zoo.build(name), zoo.tokens(2, 12), None, **settings) for name in ("gpt2", "llama_gqa")]
@@ -215,6 +264,9 @@ def test_equal_loss_is_read_off_in_logarithms():
         (dict(layers=("7",)), SiteError, "layer 7"),
         (dict(seeds=0), DataError, "seeds"),
         (dict(unit="metres"), DataError, "median"),
+        (dict(displacements=("far",)), DataError, "above 0"),
+        (dict(low_regime="low"), DataError, "low_regime"),
+        (dict(seed=2**70), DataError, "seed"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, words):

@@ -314,8 +314,10 @@ def test_a_stopped_run_goes_on_where_it_was_to_the_same_table(tmp_path, monkeypa
     written = path.read_text().splitlines()
     assert len(written) == len(lines)
     assert [json.loads(line)["key"] for line in written[1:6]] == [json.loads(line)["key"] for line in lines[1:6]]
-    with pytest.raises(ResultError, match=r"differs in: settings\.seeds"):
-        mediators(model, ids, **{**settings, "seeds": 2}, out=tmp_path / "cut")
+    with pytest.raises(ResultError, match=r"differs in: settings\.unit"):
+        mediators(model, ids, **{**settings, "unit": "absolute"}, out=tmp_path / "cut")
+    mediators(model, ids, **{**settings, "seeds": 2}, out=tmp_path / "cut")
+    assert len(path.read_text().splitlines()) == len(lines) + 2 * 4  # the second seed alone
     halved = [("blocks.3.hook_mlp_out", lambda tensor, hook: tensor / 2)]
     with model.hooks(fwd_hooks=halved), pytest.raises(ResultError, match="gives other losses"):
         mediators(model, ids, **settings, out=tmp_path / "cut")

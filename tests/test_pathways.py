@@ -198,7 +198,7 @@ def test_a_check_that_fails_is_an_error_and_no_table(monkeypatch):
             pathway_repair(model, ids, **QUICK)
     runs = iter(range(99))
     monkeypatch.setattr(
-        "lens_geometry.experiments.pathways.perturb", lambda *a, **k: perturb(*a, **{**k, "seed": next(runs)})
+        "lens_geometry.experiments.variants.perturb", lambda *a, **k: perturb(*a, **{**k, "seed": next(runs)})
     )
     with pytest.raises(HookError, match="repairing nothing does not give the perturbed losses"):
         pathway_repair(model, ids, **QUICK)

@@ -312,6 +312,22 @@ def test_bfloat16_models_keep_their_dtype_and_show_what_rounding_did():
     assert 1e-5 < seen.summary()["displacement_max_error"] < 0.02
 
 
+def test_what_is_recorded_is_what_the_model_got_at_indirect_sites_too():
+    model, ids = zoo.build("llama_gqa", dtype=torch.bfloat16), zoo.tokens()
+    seen, kept = Displacements(), {}
+    first = [("blocks.1.hook_resid_post", lambda x, hook: kept.update(before=x.clone()))]
+    last = [("blocks.1.hook_resid_post", lambda x, hook: kept.update(after=x.clone()))]
+    enter = [("blocks.1.hook_resid_pre", lambda x, hook: kept.update(start=x.clone()))]
+    hooks = perturb(model, "angular", 0.05, site="block", layers=1, record=seen)
+    logits(model, ids, [*enter, *first, *hooks, *last])
+    block = (kept["before"].float() - kept["start"].float())[:, 1:]
+    error = (
+        (kept["after"].double() - kept["before"].double())[:, 1:].norm(dim=-1) / (0.05 * block.norm(dim=-1)) - 1
+    ).abs()
+    assert seen.summary()["displacement_max_error"] == pytest.approx(float(error.max()), rel=0.05)
+    assert float(error.max()) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -321,6 +337,9 @@ def test_bfloat16_models_keep_their_dtype_and_show_what_rounding_did():
         (dict(displacement=torch.ones(3)), GeometryError, "4 of them"),
         (dict(displacement="much"), GeometryError, "no number"),
         (dict(how="published"), GeometryError, "as_run"),
+        (dict(how=None), GeometryError, "as_run"),
+        (dict(seed=-1), GeometryError, "seed"),
+        (dict(how=Perturbation(tangent="principal"), directions=[1]), GeometryError, "principal_directions"),
         (dict(unit="percent"), GeometryError, "absolute"),
         (dict(layers=9), SiteError, "layer 9"),
         (dict(site="nowhere"), SiteError, "nowhere"),

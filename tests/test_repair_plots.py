@@ -90,15 +90,17 @@ def test_without_joint_repairs_and_heads_there_is_one_panel_for_each_displacemen
     assert len(drawn.layout.annotations) == 2
 
 
-def test_a_repair_without_a_number_is_a_cross_and_says_why():
+def test_a_repair_without_a_number_says_why_in_words():
     table = repairs().table
     lost = (table["kind"] == "magnitude") & (table["displacement"] == 0.1)
     table.loc[lost, [c for c in table if c.startswith(("recovery", "additivity"))]] = np.nan
     table.loc[lost, "status"] = "no_damage"
-    first = traces(repair_figure(table), "magnitude")[0]
-    assert set(first.marker.symbol) == {"x-thin"}
-    assert "no damage to divide by" in first.text[0]
-    assert "no damage to divide by" in repair_summary(table)
+    first, words = traces(repair_figure(table), "magnitude")[:2]
+    assert not np.isfinite(np.array(first.x, dtype=float)).any()  # no mark that could be read as a number
+    assert words.mode == "text"
+    assert set(words.text) == {"magnitude: damage cannot be told from 0"}
+    assert "damage cannot be told from 0" in first.text[0]
+    assert "damage cannot be told from 0" in repair_summary(table)
     assert "nan" not in "".join(repair_section(table, "p")).lower()
 
 
@@ -126,7 +128,7 @@ def test_the_sentence_names_the_pathway_that_gives_most_back_and_follows_the_tab
     table = repairs().table
     table["recovery"] = np.nan
     (sentence,) = findings([Result("pathway_repair", table, {})])
-    assert "there was no damage" in sentence
+    assert "could not be told from 0" in sentence
 
 
 def test_it_is_in_a_report_and_a_table_of_something_else_is_refused(tmp_path):

@@ -27,7 +27,7 @@ from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, 
 from lens_geometry.edits.noise import Batch, token_noise
 from lens_geometry.errors import DisplacementError, GeometryError, HookError, SiteError
 from lens_geometry.geometry import rescaling_change, rotation_change
-from lens_geometry.sites import Grouping
+from lens_geometry.sites import Grouping, group_heads
 
 Kind = Literal["angular", "magnitude"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -81,7 +81,8 @@ PRESETS: Mapping[str, Perturbation] = {
     "paper": Perturbation(),  # the published text says what is the default here
     "as_run": Perturbation(noise="shared", matching="mean", clip=True, allow_flip=True),
 }
-"""Perturbations by name: the published text, and what its code ran. Displacements there are absolute."""
+"""Perturbations by name: the published text, and what its code ran. There displacements are absolute and position 0 is
+moved too: `perturb(..., unit="absolute", positions=None)`."""
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """`record(layer, before, after, wanted, chosen, clipped)`: vectors as the model gave and got them, the displacement
@@ -130,10 +131,14 @@ def perturb(
     """
     if kind not in KINDS:
         raise GeometryError(f"there is no perturbation {kind!r}", cure=f"choose one of {', '.join(KINDS)}")
-    if isinstance(how, str):
-        if how not in PRESETS:
-            raise GeometryError(f"there is no preset {how!r}", cure=f"choose one of {', '.join(PRESETS)}")
+    if isinstance(how, str) and how in PRESETS:
         how = PRESETS[how]
+    if not isinstance(how, Perturbation):
+        raise GeometryError(
+            f"there is no way of perturbing {how!r}", cure=f"pass a Perturbation, or one of {', '.join(PRESETS)}"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise GeometryError(f"seed is {seed!r}", cure="give a whole number of 0 or more")
     if unit not in get_args(Unit):
         raise GeometryError(f"unit is {unit!r}", cure=f"choose one of {', '.join(get_args(Unit))}")
     anatomy, found, chosen = require(model, site, layers, editing=True)
@@ -141,8 +146,9 @@ def perturb(
         raise SiteError(f"site {site!r} has no heads to select or group", cure="leave heads and grouping out")
     distances = _checked(displacement, anatomy.n_layers)
     if how.tangent == "principal" and kind == "angular":
-        if directions is None or directions.ndim != 3 or len(directions) != anatomy.n_layers:
-            shape = None if directions is None else tuple(directions.shape)
+        usable = isinstance(directions, Tensor) and directions.ndim == 3 and len(directions) == anatomy.n_layers
+        if not usable:
+            shape = tuple(directions.shape) if isinstance(directions, Tensor) else directions
             raise GeometryError(
                 f"principal tangents need directions [layer, k, d] of {anatomy.n_layers} layers, and got {shape}",
                 cure="pass directions=principal_directions(model, data, ...)",
@@ -183,6 +189,20 @@ class _Perturbing(LayerEdit):
     def knows_place(self) -> bool:
         return True  # noise belongs to positions
 
+    def edited(self, tensor: Tensor, acts: dict[str, Tensor]) -> Tensor:
+        new = super().edited(tensor, acts)
+        if self.record is not None and "moved" in acts:
+            before, after = self._vectors(acts), acts["moved"]
+            if self.site.name != "mlp_contribution":  # whose slices the model sees added up only
+                after = self._vectors({**acts, self.target: new})
+            self.record(self.layer, before, after, acts["wanted"], acts["chosen"], acts["clipped"])
+        return new
+
+    def _vectors(self, acts: dict[str, Tensor]) -> Tensor:
+        """The site's vectors in an activation as it is given to the model, in its dtype where the site allows."""
+        update, _ = self.site.vectors(acts)
+        return group_heads(update, self.grouping, self.facts.n_kv_heads) if self.site.has_heads else update
+
     def change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
         h = update.to(torch.promote_types(update.dtype, torch.float32))
         chosen = self._moved(h)
@@ -198,14 +218,13 @@ class _Perturbing(LayerEdit):
             change = self._turned(h, norm, size, possible)
         change = self.inside(torch.where(chosen.unsqueeze(-1), change, 0.0))
         if not change.isfinite().all():
-            raise GeometryError(
-                "there is no direction to move a token in (its vector is zero, or like that of the token before)",
+            raise DisplacementError(
+                "there is no direction to move a token in: its vector is zero, or (tangent='semantic') that of an "
+                "earlier token, as at layer 0 where a token is said again",
                 where=self.where,
-                cure="leave these positions out, or use tangent='random'",
+                cure="leave these layers or positions out, or use tangent='random'",
             )
-        if self.record is not None:
-            after = (h + change).to(update.dtype)
-            self.record(self.layer, update, after, wanted, chosen, chosen & (possible < wanted))
+        acts |= {"wanted": wanted, "chosen": chosen, "clipped": chosen & (possible < wanted), "moved": h + change}
         return change
 
     def _moved(self, h: Tensor) -> Bool[Tensor, "batch pos *group"]:
@@ -237,7 +256,7 @@ class _Perturbing(LayerEdit):
             limit, too_far = size, (wanted >= size) & (self._signs(wanted) < 0)
         too_far = too_far & chosen
         if too_far.any() and not self.how.clip:
-            smallest = float(torch.where(chosen, limit, torch.inf).min())
+            smallest = float(torch.where(chosen, limit, torch.inf).detach().min())
             raise self._impossible(int(too_far.sum()), int(chosen.sum()), smallest)
         return torch.where(too_far, limit, wanted)
 

@@ -18,8 +18,10 @@ from lens_geometry.experiments.scaling import ScalingSettings, scaling_sweep
 from lens_geometry.experiments.schedule import ScheduleSettings, schedule
 from lens_geometry.experiments.strength import StrengthSettings, applied_strength
 from lens_geometry.experiments.validate import site_table, validate
+from lens_geometry.experiments.variants import VARIANTS
 
 __all__ = [
+    "VARIANTS",
     "AttentionSettings",
     "BasinSettings",
     "DissociationSettings",

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ from lens_geometry.stats import Floats
 
 PairSource = Pairs | str | os.PathLike[str]
 NO_PAIRS = "no pairs"
+WITHIN = 0.1  # of the loss that was aimed at: what misses it by more has not reached it
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,21 @@ class DissociationSettings(RunSettings):
         check_variants(self.variants)
         for name, least in (("displacements", 1), ("equal_loss", 0)):
             found = getattr(self, name)
-            if not isinstance(found, tuple | list) or len(found) < least or not all(0 < x < np.inf for x in found):
+            if not isinstance(found, tuple | list) or len(found) < least or not all(map(_is_size, found)):
                 raise DataError(f"{name} is {found!r}", cure=f"give a tuple of numbers above 0, such as {name}=(0.1,)")
             if len(set(found)) < len(found):
                 raise DataError(f"{name} {found!r} has one twice", cure="name each once")
+        if self.low_regime is not None and not _is_size(self.low_regime):
+            raise DataError(f"low_regime is {self.low_regime!r}", cure="give a displacement, or None for their median")
         if isinstance(self.layers, str) or not self.layers:
             raise DataError(f"layers is {self.layers!r}", cure="give a tuple of layer sets, such as ('10-17',)")
         if self.unit not in ("relative", "median", "absolute"):
             raise DataError(f"unit is {self.unit!r}", cure="choose one of relative, median, absolute")
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < np.inf
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,9 @@ def dissociation(
     settings, started = replace(settings or DissociationSettings(), **changes), time.monotonic()
     text = prepare(model, data, settings)
     sets = _pair_sets(pairs, settings)
-    by_set = {one.name: tokenize_pairs(model, one, scoring=settings.scoring) for one in sets}
+    by_set = {
+        one.name: tokenize_pairs(model, one, scoring=settings.scoring, prepend_bos=settings.prepend_bos) for one in sets
+    }
     layer_sets = {name: choose_layers(name, inspect(model).n_layers) for name in _layer_texts(model, settings)}
     for layers in layer_sets.values():
         require(model, settings.site, layers, editing=True)
@@ -179,8 +190,14 @@ def dissociation(
 
 
 def side_by_side(results: Sequence[Result]) -> Result:
-    """Dissociations of several models in one Result, told apart by `model` and `normalization`."""
-    table = pd.concat([result.table for result in results], ignore_index=True)
+    """Dissociations of several models in one Result, told apart by `model` (numbered where names are alike)."""
+    names: list[str] = []
+    for result in results:
+        name = str(result.table["model"].iloc[0])
+        same = sum(before.split(" #")[0] == name for before in names)
+        names.append(f"{name} #{same + 1}" if same else name)
+    tables = [result.table.assign(model=name) for result, name in zip(results, names, strict=True)]
+    table = pd.concat(tables, ignore_index=True)
     first = results[0].meta
     about = [{key: result.meta[key] for key in ("model", "data", "counts", "seconds")} for result in results]
     remarks = [warning for result in results for warning in result.meta["warnings"]]
@@ -241,7 +258,7 @@ class _Study:
                     list({condition.key: condition for condition in todo}.values()),
                     settings,
                     journal=journal,
-                    about=None if journal is None else self._identity(tokens),
+                    about=None if journal is None else self._identity(name, tokens),
                     measured=self.measured[name],
                     what=name,
                 )
@@ -267,16 +284,18 @@ class _Study:
         key = cell.key(kind, displacement, seed)
         return Condition(key, hooks, first_layer=layers[0], measured=record.summary)
 
-    def _identity(self, tokens: Tokens) -> dict[str, Any]:
+    def _identity(self, name: str, tokens: Tokens) -> dict[str, Any]:
         """What the numbers of a journal depend on: not on which displacements, seeds and variants are run."""
-        free = ("displacements", "seeds", "seed", "variants", "layers", "equal_loss", "low_regime", "max_pairs",
-                "components")  # fmt: skip
-        about = identity_of_run(self.model, tokens, self.settings)
-        return {key: value for key, value in about.items() if key.removeprefix("settings.") not in free}
+        free = {"displacements", "seeds", "seed", "variants", "layers", "equal_loss", "low_regime", "max_pairs"}
+        free |= {"components", *(("scoring",) if name == "text" else ())}
+        about = identity_of_run(self.model, tokens, self.settings, free=free)
+        if name != "text" and (self.medians is not None or self.directions is not None):
+            about["measured_on_tokens_sha256"] = self.tokens["text"].meta["tokens_sha256"]  # medians, directions
+        return about
 
     def at_equal_loss(self, cell: _Cell, kind: str) -> tuple[float, ...]:
         """The displacements at which a kind costs as much loss as asked; NaN where its dose-response does not reach."""
-        found = []
+        found: list[float] = []
         for target in self.settings.equal_loss:
             doses = list(self.settings.displacements)
             guess = float("nan")
@@ -286,9 +305,10 @@ class _Study:
                     break
                 self.run({cell: {one: (guess,) if one == kind else () for one in KINDS}}, only="text")
                 doses = sorted([*doses, guess])
-                if abs(self._damage(cell, kind, guess) / target - 1) < 0.05:
+                if abs(self._damage(cell, kind, guess) / target - 1) < WITHIN / 2:
                     break
-            found.append(guess)
+            reached = np.isfinite(guess) and abs(self._damage(cell, kind, guess) / target - 1) < WITHIN
+            found.append(guess if reached else float("nan"))
         return tuple(found)
 
     def _damage(self, cell: _Cell, kind: str, displacement: float) -> float:
@@ -315,7 +335,8 @@ class _Study:
                 about = {"variant": cell.variant, "layers": cell.layers, "pairs": name, "matched": matched}
                 about["unit"] = "nats" if matched == "loss" else self.settings.unit
                 doses = self._doses(cell, wanted[cell], labels, name)
-                for row in rows(doses, seed=self.settings.seed, low_regime=self.settings.low_regime):
+                low = self.settings.low_regime if matched == "displacement" else None
+                for row in rows(doses, seed=self.settings.seed, low_regime=low):
                     found.append((about, row))
         return found
 
@@ -369,7 +390,9 @@ def _whole_sums(losses: SequenceLosses) -> Floats:
 
 
 def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
+    """A name as a file's: where it has to be changed or shortened, a hash keeps it apart from others."""
+    plain = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)[:60]
+    return plain if plain == name.replace(" ", "_", 1) else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _pair_sets(pairs: Any, settings: DissociationSettings) -> list[Pairs]:

@@ -89,7 +89,8 @@ def _scope(
         value, sample = values[place], drawn[:, place]
         reference, reference_sample = before[place], before_drawn[:, place]
         if mediator in GROWTH:
-            value, sample = np.sqrt(value), np.sqrt(sample)
+            with np.errstate(invalid="ignore"):  # few seeds are drawn with weights that may be negative
+                value, sample = np.sqrt(value), np.sqrt(sample)
             steps = [level for level in range(levels) if np.isfinite(value[level])]
             low, high = _interval(growth_exponent(sample[:, steps]), n_sequences)
             found = float(growth_exponent(value[steps]))

@@ -33,7 +33,9 @@ from lens_geometry.runner import (
     prepare,
     provenance,
 )
-from lens_geometry.sites import choose_layers, token_mask
+from lens_geometry.sites import choose_layers, indices, token_mask
+
+IN_KEYS = ("variants", "kinds", "displacements", "seeds", "seed")  # of the journal: a run may be gone on with more
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class MediatorSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, seeds=1)
+        indices(self.exclude_positions, "position", "give whole numbers, such as exclude_positions=(0,)")
         if "principal" in check_variants(self.variants):
             raise DataError("principal directions are not made here", cure="use another variant, or `dissociation`")
         if not isinstance(self.kinds, tuple | list) or not self.kinds or set(self.kinds) - set(KINDS):
@@ -129,7 +132,8 @@ def mediators(
     settings, started = replace(settings or MediatorSettings(), **changes), time.monotonic()
     tokens = prepare(model, data, settings)
     layers = choose_layers(settings.layers, inspect(model).n_layers)
-    scored = token_mask(tokens.counted, exclude=settings.exclude_positions)
+    excluded = indices(settings.exclude_positions, "position", "give whole numbers")
+    scored = token_mask(tokens.counted, exclude=excluded)
     if not scored.any():
         raise SiteError("no token is left to measure", cure="use longer sequences or exclude fewer positions")
     check_effects(model, ("resid",), layers[:1])
@@ -137,7 +141,7 @@ def mediators(
     cells = list(_cells(settings))
     journal = Journal(
         None if out is None else Path(out) / "journal.jsonl",
-        {} if out is None else {"experiment": "mediators", **identity_of_run(model, tokens, settings)},
+        {} if out is None else {"experiment": "mediators", **identity_of_run(model, tokens, settings, free=IN_KEYS)},
     )
     pushes = {
         cell.key: variant_hooks(
@@ -172,7 +176,7 @@ def mediators(
         settings,
         started=started,
         token_mask="losses of real tokens; mediators of real tokens (attention by query), positions "
-        f"{list(settings.exclude_positions)} left out; {moved}",
+        f"{excluded} left out; {moved}",
         counts=_counts(table),
         perturbed_layers=list(layers),
     )

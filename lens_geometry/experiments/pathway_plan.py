@@ -8,6 +8,7 @@ from typing import Any
 from lens_geometry.anatomy import inspect
 from lens_geometry.edits import KINDS, PATHWAYS, Kind, Unit, needed_hooks
 from lens_geometry.errors import DataError, HookError, LensGeometryError, SiteError
+from lens_geometry.experiments.variants import check_variants
 from lens_geometry.runner import RunSettings, at_least, check_effect
 from lens_geometry.sites import HOOKS, choose_layers
 
@@ -32,7 +33,8 @@ class PathwaySettings(RunSettings):
         kinds: "angular", "magnitude", or both.
         displacements: how far every token is moved.
         unit: of the displacements: "relative" to each token's norm, or "absolute".
-        preset: "default", "paper" or "as_run": what else the perturbation does (see `edits.PRESETS`).
+        variant: how the perturbation is made: "default", "as_run", "shared_noise", "fixed_signs" or another of
+            `variants.VARIANTS`, but "principal".
         seeds: how many draws of the noise; they are numbered from `seed` on.
         pathways: what is repaired: names of `edits.PATHWAYS`, or several joined with "+". Each part of a joint repair
             is run alone too, to see whether they add up. They can't where one contains the other: a layer's
@@ -46,7 +48,7 @@ class PathwaySettings(RunSettings):
     kinds: tuple[Kind, ...] = KINDS
     displacements: tuple[float, ...] = (0.1, 0.2)
     unit: Unit = "relative"
-    preset: str = "default"
+    variant: str = "default"
     seeds: int = 5
     pathways: tuple[str, ...] = (*ALONE, *TOGETHER)
     single_heads: bool = False
@@ -59,12 +61,16 @@ class PathwaySettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, seeds=1)
+        if "principal" in check_variants((self.variant,)):
+            raise DataError("principal directions are not made here", cure="use another variant, or `dissociation`")
         for name, what in (("kinds", str), ("displacements", (int, float)), ("pathways", str)):
             values = getattr(self, name)
             if not isinstance(values, tuple | list) or not values or not all(isinstance(v, what) for v in values):
                 raise DataError(
                     f"{name} is {values!r}", cure=f"give a tuple, such as {name}={PathwaySettings.__dict__[name]!r}"
                 )
+            if len(set(values)) < len(values):
+                raise DataError(f"{name} {values!r} has one twice", cure="name each once")
         for name in ("layers", "repaired_layers", "head_layers"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (name == "head_layers" and value is None):

@@ -18,11 +18,12 @@ import numpy as np
 import pandas as pd
 
 from lens_geometry.anatomy import carried_hooks
-from lens_geometry.edits import Batch, Displacements, Hooks, Kind, perturb, repair
+from lens_geometry.edits import Batch, Displacements, Hooks, Kind, repair
 from lens_geometry.errors import HookError, ModelError
 from lens_geometry.experiments.clean_batches import CleanBatches
 from lens_geometry.experiments.pathway_plan import EVERYTHING, NOTHING, PathwaySettings, Plan, planned
 from lens_geometry.experiments.recovery import Repaired, recovery_row
+from lens_geometry.experiments.variants import variant_hooks
 from lens_geometry.metrics import SequenceLosses
 from lens_geometry.results import Result
 from lens_geometry.runner import Condition, identity_of_run, prepare, provenance, run_conditions
@@ -32,6 +33,8 @@ NOISE_WORDS = (
     "repaired run. What a layer's noise is applied to is the stream as it is there, so where several layers are "
     "perturbed a repair between them changes the stream that the later ones turn or rescale"
 )
+
+IN_KEYS = ("kinds", "displacements", "seeds", "seed", "pathways", "single_heads", "head_layers")  # of the journal
 
 
 def pathway_repair(
@@ -81,12 +84,19 @@ def pathway_repair(
     ]
     journal = None if out is None else Path(out) / "journal.jsonl"
     resumed = journal is not None and journal.exists()
-    about = identity_of_run(model, tokens, settings) | {"settings.batch_size": settings.batch_size}  # bits depend on it
+    about = identity_of_run(model, tokens, settings, free=IN_KEYS)
+    about |= {"settings.batch_size": settings.batch_size}  # bits depend on it
     measured: dict[str, dict[str, Any]] = {}
     losses = run_conditions(model, tokens, conditions, settings, journal=journal, about=about, measured=measured)
     notes = [*plan.notes, *_checked(model, losses, measured, settings, plan, exact=not resumed)]
     table = pd.DataFrame(list(_rows(losses, measured, settings, plan)))
     table["seed"], table["layer"], table["head"] = (table[name].astype("Int64") for name in ("seed", "layer", "head"))
+    weak = table[(table["status"] == "no_damage") & table["seed"].isna() & table["head"].isna()]
+    for kind, displacement in dict.fromkeys(zip(weak["kind"], weak["displacement"], strict=True)):
+        notes.append(
+            f"the damage of {kind} {displacement:g} cannot be told from 0, so nothing is divided by it: use more "
+            "sequences, more seeds (fewer than 5 widen intervals much) or a larger displacement"
+        )
     idle = table[table["status"] == "no_effect"]
     if len(idle):
         notes.append(f"{len(idle)} repairs changed no loss by a bit: {', '.join(dict.fromkeys(idle['pathway']))}")
@@ -97,7 +107,7 @@ def pathway_repair(
         tokens,
         settings,
         started=started,
-        token_mask="next-token losses of real tokens; position 0 is not perturbed",
+        token_mask="next-token losses of real tokens; position 0 is perturbed by with_position_0 and paper alone",
         counts={"rows": len(table), **{str(k): int(v) for k, v in table["status"].value_counts().items()}},
         perturbed_layers=list(plan.layers),
         repaired_layers=list(plan.repaired),
@@ -114,10 +124,11 @@ def _conditions(
     """The perturbation alone, and with each repair."""
 
     def perturbed(batch: Batch, record: Displacements | None = None) -> Hooks:
-        return perturb(
-            model, kind, displacement, settings.preset, layers=plan.layers, unit=settings.unit, seed=seed, batch=batch,
+        hooks = variant_hooks(
+            model, settings.variant, kind, displacement, layers=plan.layers, unit=settings.unit, seed=seed,
             record=record,
         )  # fmt: skip
+        return hooks(batch)
 
     def repaired(
         name: str, pathway: str | Sequence[str] = (), layers: Any = plan.repaired, heads: Any = None
@@ -213,7 +224,7 @@ def _rows(
                         "kind": kind,
                         "displacement": displacement,
                         "unit": settings.unit,
-                        "preset": settings.preset,
+                        "variant": settings.variant,
                         "perturbed_layers": _span(plan.layers),
                         "repaired_layers": _span(plan.repaired if layer is None else (layer,)),
                         "seed": None if place is None else settings.seed + place,
