@@ -65,9 +65,11 @@ class DissociationSettings(RunSettings):
         layers: layer sets, each perturbed in all of its layers at once: "middle" (the middle third), "10-17", "all";
             "windows:8" stands for windows of 8 layers over the depth, each half a window further.
         seeds: how many draws of noise, numbered from `seed` on; each is run on all text and pairs.
-        variants: ways of making the perturbation, see `variants.VARIANTS`: "default", "as_run" (as published code
-            did), "shared_noise", "fixed_signs", "shared_and_fixed", "mean_displacement", "growing", "shrinking",
-            "with_position_0", "principal", "semantic", "paper".
+        variants: ways of making the perturbation: "default" (fresh directions, signs redrawn in every layer), "as_run"
+            (as published code: shared directions, redrawn signs, one scale for all tokens), "shared_noise",
+            "fixed_signs", "shared_and_fixed" (each token's sign, or direction, the same in all layers),
+            "mean_displacement", "growing", "shrinking", "with_position_0", "paper" (position 0 moved too), "principal"
+            (turned along principal directions), "semantic" (towards an earlier token); see `VARIANTS`.
         site: which vectors are moved; "resid" is the stream that enters a block.
         scoring: of pairs: "sentence", "word" (the critical one) or "normalised" (per token).
         max_pairs: so many pairs are drawn of each set that is given by name; None takes all.
