@@ -165,8 +165,10 @@ def dissociation_sentence(table: pd.DataFrame) -> str:
     elif len(found) <= SEVERAL:
         told = [f"{name} {row['verdict']} ({_both_contrasts(row)})" for name, row in found.items()]
     else:
-        names = {word: [name for name, row in found.items() if row["verdict"] == word] for word in VERDICTS}
-        told = [f"{word} for {_join(own)}" for word, own in names.items() if own]
+        (name, first), *others = found.items()
+        counts = {word: sum(row["verdict"] == word for _, row in others) for word in VERDICTS}
+        rest = _join(f"{word} in {count}" for word, count in counts.items() if count)
+        told = [f"{name}: {first['verdict']}, {first['sentence']}", f"of {len(others)} other comparisons {rest}"]
     return f"Hidden states turned and rescaled by the same distance, {about}: {_join(told, '; ')}."
 
 
@@ -204,8 +206,17 @@ def mediators_sentence(table: pd.DataFrame) -> str:
     rows = rows[np.isfinite(rows["value"].astype(float))]
     if rows.empty:
         return NO_GROWTH
-    several = rows["displacement"].nunique() > 1
-    told = []
+    several, told = rows["displacement"].nunique() > 1, list[str]()
+    if len(rows.drop_duplicates(["variant", "kind", "displacement"])) > SEVERAL:
+        rows = rows[rows["displacement"] == rows["displacement"].min()]
+        for mediator, whose in (("growth", ""), ("growth_of_pushes", "the pushes alone ")):
+            for kind, part in rows[rows["mediator"] == mediator].groupby("kind", sort=False):
+                each = _join(f"{number(row.value)} ({row.variant})" for row in part.itertuples())
+                told.append(f"{whose}{kind} {each}")
+        return (
+            "Over n pushed layers the stream's displacement grows like n to the power of (1: the pushes add up, 0.5: a "
+            f"random walk): {_join(told, '; ')}."
+        )
     for (variant, kind, displacement), part in rows.groupby(["variant", "kind", "displacement"], sort=False):
         by_name = {row.mediator: interval(row.value, row.low, row.high) for row in part.itertuples()}
         size = f", d = {displacement:g}" if several else ""

@@ -195,7 +195,8 @@ def test_the_sentence_is_the_verdict_with_its_numbers():
     assert "turned <b> reversed" in sentence
     many = pd.concat([TABLE.assign(model=name) for name in ("a", "b")])
     (sentence,) = findings([made.Result("dissociation", many, {})])
-    assert "dissociation for a, default and b, default; reversed for" in sentence
+    assert "(margin): a, default: dissociation, angular hurts the loss more, magnitude hurts the margin" in sentence
+    assert "of 5 other comparisons dissociation in 1, reversed in 2" in sentence
     (sentence,) = findings([made.Result("dissociation", made.table(pairs=0, sequences=10), {})])
     assert "text alone: undecided, angular hurts the loss more; no minimal pairs were scored" in sentence
 

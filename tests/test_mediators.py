@@ -408,7 +408,10 @@ def test_report_and_findings_say_how_displacements_grow(result, tmp_path):
     sentence = findings([result])[0]
     exponents = result.table[(result.table["measure"] == "growth_exponent") & result.table["seed"].isna()]
     row = exponents[(exponents["mediator"] == "growth") & (exponents["kind"] == "angular")].iloc[0]
-    assert f"angular (default, d = 0.1) {row['value']:.3f}"[:-1] in sentence
-    assert "the pushes alone" in sentence
+    assert f"angular {row['value']:.3g} (default) and" in sentence  # of many, those of the smallest displacement
+    assert "the pushes alone angular" in sentence
+    table = result.table
+    few = table[(table["variant"] == "default") & (table["displacement"] == 0.1)]
+    assert f"angular (default) {row['value']:.3g} [" in mediators_sentence(few)
     without = result.table[result.table["measure"] != "growth_exponent"]
     assert mediators_sentence(without) == NO_GROWTH
