@@ -176,7 +176,10 @@ def add_estimates(
         dots.update(hovertemplate="%{text}<extra></extra>", meta={"site": "", "role": name})
         dots.update(marker={"color": colour, "symbol": symbol, "size": 9})
         drawn.add_trace(dots.update(error_x={**bars(chosen.assign(y=chosen["value"]), 1.6), "color": colour}), **place)
-    ticks = {"tickvals": list(range(len(labels))), "ticktext": list(map(html.escape, labels.values()))}
+    ticks = {
+        "tickvals": list(range(len(labels))),
+        "ticktext": [html.escape(name).replace(", ", ",<br>") for name in labels.values()],
+    }
     drawn.update_yaxes(**ticks, range=[len(labels) - 0.5, -0.5], showgrid=False, zeroline=False, **place)
     drawn.update_xaxes(title_text=ESTIMATES[estimate][1], range=[-1.08, 1.08], tickvals=[-1, -0.5, 0, 0.5, 1], **place)
     drawn.add_vline(x=0, line={"color": INK, "width": 1.5, "dash": "dot"}, **place)

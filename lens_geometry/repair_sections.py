@@ -26,8 +26,8 @@ REPAIR_WORDS = (
     "loss) that this gives back: 0 is no help, 100 % the clean loss. Where several layers are perturbed, a later "
     "layer's noise turns or rescales the stream as the repairs before it have left it. Pathways can contain each "
     "other: a layer's norm outputs decide its attention pattern and what both branches write, so a joint repair with "
-    "them is one of the norms alone. Intervals are 95 %, over sequences and seeds. A cross stands for a repair without "
-    "a number, an arrow for one beyond the panel's edge."
+    "them is one of the norms alone. Intervals are 95 %, over sequences and seeds. Where there is no number the reason "
+    "stands in words; an arrow is one beyond the panel's edge."
 )
 PATHWAYS = {
     "attention_pattern": "how much each token attends to every earlier one",
