@@ -59,6 +59,7 @@ def test_scale_and_profile_take_texts_that_are_not_prose(capsys, tmp_path, text,
     assert ("only the repeat is scored" in Result.load(tmp_path).meta["token_mask"]) == (text == "repeated-random")
 
 
+@pytest.mark.slow
 def test_mlp_sweeps_the_sites_inside_the_mlp_and_resumes(capsys, tmp_path):
     arguments = ["mlp", *TINY, *SMALL, "--parallel", 0, "--perpendicular", 0, "--controls", "gain", "--out", tmp_path]
     code, first, _ = run(capsys, *arguments)
@@ -88,6 +89,7 @@ def test_repair_perturbs_repairs_and_resumes(capsys, tmp_path):
     assert (tmp_path / "journal.jsonl").read_bytes() == journal
 
 
+@pytest.mark.slow
 def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     code, out, _ = run(
         capsys,
@@ -113,6 +115,7 @@ def test_report_holds_both_experiments_and_says_where_it_lies(capsys, tmp_path):
     assert "tiny-random-llama" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_scale_finds_basins_and_a_schedule_too_when_asked_for(capsys, tmp_path):
     few = ["--sequence-length", 16, "--max-sequences", 4, "--no-progress", "--sites", "mlp", "--controls"]
     few += ["--parallel", 0, "--perpendicular", 0]
@@ -132,6 +135,7 @@ def test_scale_finds_basins_and_a_schedule_too_when_asked_for(capsys, tmp_path):
         assert variant in out
 
 
+@pytest.mark.slow
 def test_basin_and_schedule_are_commands_that_resume(capsys, tmp_path):
     few = ["--sequence-length", 16, "--max-sequences", 4, "--no-progress", "--sites", "value"]
     for command, options in (("basin", ["--layers", "each", "--bound", 0.3]), ("schedule", ["--budget", 0.3])):

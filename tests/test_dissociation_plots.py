@@ -201,6 +201,7 @@ def test_the_sentence_is_the_verdict_with_its_numbers():
     assert "text alone: undecided, angular hurts the loss more; no minimal pairs were scored" in sentence
 
 
+@pytest.mark.slow
 def test_it_is_in_a_report_and_loads_back(tmp_path):
     page = write_report([RESULT], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Direction against magnitude" in page

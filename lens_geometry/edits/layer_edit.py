@@ -94,8 +94,8 @@ class LayerEdit:
         return EVERYWHERE
 
     def change(self, update: Tensor, reference: Tensor, acts: dict[str, Tensor]) -> Tensor:
-        """What is added to the update, [batch, pos, (group,) d]."""
-        raise NotImplementedError
+        """What is added to the update, [batch, pos, (group,) d]; nothing, where an edit does not say."""
+        return torch.zeros_like(update)
 
     def inside(self, vectors: Tensor) -> Tensor:
         """Zero in the padding of the last slice: what is put there is dropped, and must not count as norm."""

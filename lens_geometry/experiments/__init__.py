@@ -3,7 +3,8 @@
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.calibration import principal_directions
-from lens_geometry.experiments.dissociation import DissociationSettings, dissociation, side_by_side
+from lens_geometry.experiments.dissociation import dissociation, side_by_side
+from lens_geometry.experiments.dissociation_plan import DissociationSettings
 from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
