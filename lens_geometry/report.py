@@ -32,7 +32,8 @@ SHAPE = {  # of the model, in words
     "d_model": "d_model {}",
     "dtype": "{}",
 }
-OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate")  # experiments whose data are no text that others could share
+# experiments whose data are no text that others could share
+OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate")
 PACKAGES = ("python", "torch", "transformer-lens", "transformers")
 
 
