@@ -344,6 +344,7 @@ def test_what_is_recorded_is_what_the_model_got_at_indirect_sites_too():
         (dict(layers=9), SiteError, "layer 9"),
         (dict(site="nowhere"), SiteError, "nowhere"),
         (dict(heads=1), SiteError, "heads"),
+        (dict(site="mlp_carrier", grouping="merged"), SiteError, "slices, which cannot be grouped"),
         (dict(how=Perturbation(tangent="principal")), GeometryError, "principal_directions"),
         (dict(directions=torch.zeros(4, 2, 48)), GeometryError, "leave them out"),
     ],

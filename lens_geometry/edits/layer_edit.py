@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_geometry.anatomy import Anatomy, LayerFacts, n_vectors
 from lens_geometry.edits.hooks import Collector, Hooks, tag
 from lens_geometry.edits.noise import Batch
-from lens_geometry.errors import HookError
+from lens_geometry.errors import HookError, SiteError
 from lens_geometry.sites import Grouping, Site, choose_heads, group_heads, indices, ungroup_heads
 from lens_geometry.slices import join_slices, split_carrier
 
@@ -142,7 +142,15 @@ def layer_edits(
     grouping: Grouping = "each",
     batch: Batch | None = None,
 ) -> list[Edit]:
-    """One edit per layer, made from what all edits have in common. Raises SiteError for heads that do not exist."""
+    """One edit per layer, made from what all edits have in common.
+
+    Raises SiteError for heads that do not exist, and for heads or a grouping where the site has none.
+    """
+    if (heads is not None and not site.axis) or (grouping != "each" and not site.has_heads):
+        what = "slices, which cannot be grouped" if site.axis else "no heads to select or group"
+        raise SiteError(
+            f"site {site.name!r} has {what}", cure="use 'value' or 'value_excl_self', or leave heads and grouping out"
+        )
     if heads is not None and not isinstance(heads, slice):
         heads = indices(heads, site.axis, "give a slice or whole numbers")
     mask = isinstance(positions, Tensor) and positions.dtype == torch.bool

@@ -25,7 +25,7 @@ from lens_geometry.anatomy import require
 from lens_geometry.edits.hooks import Hooks
 from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, layer_edits
 from lens_geometry.edits.noise import Batch, token_noise
-from lens_geometry.errors import DisplacementError, GeometryError, HookError, SiteError
+from lens_geometry.errors import DisplacementError, GeometryError, HookError
 from lens_geometry.geometry import rescaling_change, rotation_change
 from lens_geometry.sites import Grouping, group_heads
 
@@ -142,8 +142,6 @@ def perturb(
     if unit not in get_args(Unit):
         raise GeometryError(f"unit is {unit!r}", cure=f"choose one of {', '.join(get_args(Unit))}")
     anatomy, found, chosen = require(model, site, layers, editing=True)
-    if (heads is not None and not found.axis) or (grouping != "each" and not found.has_heads):
-        raise SiteError(f"site {site!r} has no heads to select or group", cure="leave heads and grouping out")
     distances = _checked(displacement, anatomy.n_layers)
     if how.tangent == "principal" and kind == "angular":
         usable = isinstance(directions, Tensor) and directions.ndim == 3 and len(directions) == anatomy.n_layers

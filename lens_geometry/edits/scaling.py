@@ -73,11 +73,6 @@ def scale(
     Decomposition".
     """
     anatomy, found, chosen = require(model, site, layers, editing=True)
-    if (heads is not None and not found.axis) or (grouping != "each" and not found.has_heads):
-        what = "slices, which cannot be grouped" if found.axis else "no heads to select or group"
-        raise SiteError(
-            f"site {site!r} has {what}", cure="use 'value' or 'value_excl_self', or leave heads and grouping out"
-        )
     parallel, perpendicular = (checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
