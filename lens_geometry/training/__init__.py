@@ -1,0 +1,1 @@
+"""Training under suppression: a small trainer that one reads in one sitting."""
