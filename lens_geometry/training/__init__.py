@@ -1,1 +1,1 @@
-"""Training under suppression: a small trainer that one reads in one sitting."""
+"""Training small models with and without suppression: a trainer that one reads in one sitting."""
