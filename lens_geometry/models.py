@@ -97,6 +97,7 @@ def load_model(
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"torch sees no CUDA device for {device!r}", cure='device="cpu"')
     directory = _directory_of(name, revision)
+    saved = None if directory is None or without_suppression else suppressed.read_suppression(directory)
     with torch.random.fork_rng(devices=[]), loaders.explained(name, directory):
         if directory is None:
             model = loaders.from_hub(
@@ -133,7 +134,8 @@ def load_model(
     saved_at = _hub_suppression(name, revision) if directory is None else directory
     if saved_at is not None and without_suppression:
         suppressed.leave_out(model, saved_at)
-    elif saved_at is not None and (saved := suppressed.read_suppression(saved_at)) is not None:
+    elif saved_at is not None:
+        saved = saved or suppressed.read_suppression(saved_at)
         suppressed.attach_suppression(model, saved, str(saved_at / suppressed.GEOMETRY_FILE))
     for line in processing_warnings(model):
         warnings.warn(line, stacklevel=2)

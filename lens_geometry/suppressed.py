@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,8 @@ def read_suppression(directory: Path) -> SavedSuppression | None:
                 cure=f"{'install a newer lens-geometry' if newer else 'copy the checkpoint again'}; {LEAVE_OUT}",
             )
         suppression, parallel = Suppression.from_dict(found["suppression"]), float(found["parallel_now"])
+        if not math.isfinite(parallel) or not (suppression.scheduled or parallel == suppression.parallel):
+            raise ValueError(f"a scale of {parallel} contradicts the settings")
         gates = _read_gates(directory / GATE_FILE) if suppression.gate else {}
     except ModelError:
         raise
@@ -104,13 +107,13 @@ def _read_gates(path: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def attach_suppression(model: Any, saved: SavedSuppression, where: str = "") -> None:
-    """Put the edit on the model for good: every pass of it, whoever runs it, is the suppressed model's.
+def attach_suppression(model: Any, saved: SavedSuppression | None, where: str = "") -> None:
+    """Put the edit, if there is one, on the model for good: every pass, whoever runs it, is the suppressed model's.
 
     Later hooks come after it. The noise of "norm_matched" is the same for every sequence. Raises ModelError where
     this model cannot be edited so.
     """
-    if saved.suppression.site == "none":
+    if saved is None or saved.suppression.site == "none":
         return
     try:
         suppressor = Suppressor(model, saved.suppression, batch=SharedNoise())
