@@ -77,6 +77,7 @@ class Loading:
         device: such as cpu, cuda, mps; chosen when left out.
         revision: branch, tag or commit of a Hugging Face model.
         trust_remote_code: run code that comes with a Hugging Face model.
+        without_suppression: leave out the edit that a checkpoint was trained under; its results say so.
     """
 
     model: str = DEFAULT_MODEL
@@ -85,6 +86,7 @@ class Loading:
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    without_suppression: bool = False
 
     def load(self) -> Any:
         return models.load_model(
@@ -94,6 +96,7 @@ class Loading:
             device=self.device,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            without_suppression=self.without_suppression,
         )
 
 
