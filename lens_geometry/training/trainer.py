@@ -33,6 +33,7 @@ from lens_geometry.errors import DivergedError, TrainingError
 from lens_geometry.models import describe
 from lens_geometry.results import Result, jsonable, replace_file, versions
 from lens_geometry.runner import bar
+from lens_geometry.suppressed import read_suppression
 from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.data import TokenFiles, Windows, batch_numbers, open_tokens
@@ -71,7 +72,8 @@ def train(config: TrainingConfig) -> Result:
     suppressor = Suppressor(model, config.suppression, seed=config.seed_batches)
     optimizer = make_optimizer(model, suppressor, config)
     if last is not None:
-        saved.load_suppression(suppressor, last)
+        edit = read_suppression(last)
+        suppressor.load(edit.state() if edit else {})
         saved.load_optimizer(optimizer, last)
     curve = saved.Curve(run / saved.CURVE, state["step"])
     if not curve.lines:
