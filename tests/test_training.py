@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from lens_geometry import loaders, summaries
-from lens_geometry.errors import TrainingError
+from lens_geometry.errors import ResultError, TrainingError
+from lens_geometry.results import alone
 from lens_geometry.training import Shape, TrainingConfig, arm, prepare_tokens, train, trainer
 from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.comparison import compare_arms
@@ -179,6 +180,11 @@ def test_a_finished_run_is_read_and_not_run_again(
     monkeypatch.setattr(trainer, "backward", lambda *_: pytest.fail("trained again"))
     again = train(config)
     pd.testing.assert_frame_equal(first.table, again.table)
+
+
+def test_two_processes_do_not_train_in_one_directory(config: TrainingConfig) -> None:
+    with alone(Path(config.out), "training"), pytest.raises(ResultError, match="another process is training"):
+        train(config)
 
 
 def test_other_settings_in_the_same_directory_are_refused_by_name(config: TrainingConfig) -> None:

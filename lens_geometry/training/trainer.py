@@ -31,7 +31,7 @@ from torch.nn import functional
 from lens_geometry.edits import applied
 from lens_geometry.errors import DivergedError, TrainingError
 from lens_geometry.models import describe
-from lens_geometry.results import Result, jsonable, replace_file, versions
+from lens_geometry.results import Result, alone, jsonable, replace_file, versions
 from lens_geometry.runner import bar
 from lens_geometry.suppressed import read_suppression
 from lens_geometry.training import checkpoint as saved
@@ -57,7 +57,13 @@ def train(config: TrainingConfig) -> Result:
         DivergedError: a loss that is not finite, with the step, the batch's hash and the last good checkpoint.
         DataError: tokens that cannot be used.
         HookError: an edit that did nothing.
+        ResultError: another process trains there, or the directory cannot be written.
     """
+    with alone(Path(config.out), "training"):
+        return _train(config)
+
+
+def _train(config: TrainingConfig) -> Result:
     tokens = open_tokens(config.tokens)
     training, held_out = (part.windows(config.shape.n_ctx) for part in (tokens.train, tokens.held_out))
     check_fit(config, tokens, training)
@@ -232,9 +238,8 @@ def check_fit(config: TrainingConfig, tokens: TokenFiles, training: Windows) -> 
 
 
 def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
-    """Make the run's directory, or see that it is this run's; the checkpoint that it goes on from."""
+    """Write the run's settings, or see that it is this run; the checkpoint that it goes on from."""
     try:
-        run.mkdir(parents=True, exist_ok=True)
         path, settings = run / saved.CONFIG, {**config.as_dict(), "tokens_sha256": tokens.meta["tokens_sha256"]}
         if path.exists():
             saved.same_run(jsonable(settings), json.loads(path.read_text(encoding="utf-8")), path)
@@ -269,8 +274,8 @@ def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenF
     final = next(line for line in reversed(curve.lines) if "held_out_loss" in line)
     meta = {
         "config": config.as_dict(),
-        "model": describe(model),
-        "data": tokens.meta,
+        "model": {**describe(model), "name": config.shape.words()},
+        "data": about_tokens(tokens),
         "versions": versions(),
         "held_out_loss": final["held_out_loss"],
         "seconds": final["seconds"],
@@ -279,3 +284,9 @@ def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenF
     result = Result("train", table, jsonable(meta))
     result.save(run)
     return result
+
+
+def about_tokens(tokens: TokenFiles) -> dict[str, Any]:
+    """What the tokens are of: for a result's provenance."""
+    names = [str(text["name"]) for text in tokens.meta["settings"]["texts"]]
+    return {"text": " and ".join(names), **tokens.meta}
