@@ -38,9 +38,10 @@ def run_section(table: pd.DataFrame, key: str) -> list[str]:
     """The curve, and the losses that were measured on held-out documents."""
     held_out = table[table["held_out_loss"].notna()]
     rows = [[f"{row.step:,}", f"{row.tokens:,}", number(row.held_out_loss, digits=4)] for row in held_out.itertuples()]
+    title = "Loss against tokens; below, the learning rate and the norm of the gradient"
     return [
         f"<p>{pieces.text(RUN_WORDS)}</p>",
-        f'<div class="figures">{pieces.plot(run_figure(table), f"{key}-run", "Training", "", switched=False)}</div>',
+        f'<div class="figures">{pieces.plot(run_figure(table), f"{key}-run", title, "", switched=False)}</div>',
         pieces.grid("Loss on held-out documents, nats per token.", ["step", "tokens", "loss"], rows),
     ]
 
@@ -49,9 +50,8 @@ def arms_section(table: pd.DataFrame, key: str) -> list[str]:
     """Curves, paired differences, the end; and that in numbers, with what the first step was."""
     figures = []
     for part, (title, _) in PARTS.items():
-        drawn = arms_figure(table, [part])
-        drawn.update_layout(showlegend=part != "end").update_annotations(text="")
-        figures.append(pieces.plot(drawn, f"{key}-{part}", title[0].upper() + title[1:], "", switched=False))
+        drawn, name, legend = arms_figure(table, [part]), f"{key}-{part}", part != "end"
+        figures.append(pieces.plot(drawn, name, title[0].upper() + title[1:], "", switched=False, legend=legend))
     names = [str(name) for name in dict.fromkeys(table["arm"])]
     meanings = {name: MEANINGS.get(name.split(":")[0], "") for name in names}
     columns = [
