@@ -311,7 +311,11 @@ def table_warnings(result: Result) -> list[str]:
         return dissociation_warnings(table)
     if result.experiment == "compare_arms":
         lost = table[(table["kind"] == "final") & (table["n_diverged"] > 0)].drop_duplicates("arm")
-        return [f"{row.arm}: {row.n_diverged:.0f} runs diverged and are left out." for row in lost.itertuples()]
+        return [
+            f"{row.arm}: {row.n_diverged:.0f} of {row.n_seeds + row.n_diverged:.0f} runs diverged, and "
+            f"{'is' if row.n_diverged == 1 else 'are'} left out."
+            for row in lost.itertuples()
+        ]
     if result.experiment == "mediators":
         runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
         words = {
