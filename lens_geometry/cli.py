@@ -611,8 +611,8 @@ def tokens_command(
         texts: "austen", "moby-dick", a .txt file, a directory of them; "openwebtext", "fineweb" or
             hf:PATH:CONFIG:SPLIT:COLUMN for Hugging Face data sets, read row by row.
         out: directory for the token files, the tokenizer and meta.json.
-        d_vocab: size of the byte-level BPE trained on the training documents (2048 when left out); with --tokenizer, the
-            most tokens that it may have.
+        d_vocab: size of the byte-level BPE trained on the training documents (2048 when left out); with --tokenizer,
+            the most tokens that it may have.
         tokenizer: an existing tokenizer instead of a trained one: a directory or a name on the hub.
         held_out: share of the documents that are never trained on, chosen by a hash of their content.
         seed: of that split.

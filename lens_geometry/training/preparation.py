@@ -1,4 +1,4 @@
-"""Preparing tokens step by step: split, tokenizer, shards, meta.json. What the journal says is done is not done again."""
+"""Preparing tokens: split, tokenizer, shards, meta.json. What the journal says is done is not done again."""
 
 from __future__ import annotations
 
