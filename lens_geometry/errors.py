@@ -46,3 +46,7 @@ class DataError(LensGeometryError):
 
 class ResultError(LensGeometryError):
     """A result or a run's journal that cannot be written, read or resumed."""
+
+
+class TrainingError(LensGeometryError):
+    """A training run that cannot start, go on, or be trusted: settings, checkpoints, a loss that is not finite."""
