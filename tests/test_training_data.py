@@ -27,7 +27,8 @@ from lens_geometry.training.token_files import TokenSet
 from lens_geometry.training.tokenizer import END, Encoder, load_tokenizer, train_tokenizer
 
 PROSE = load_text("austen", max_characters=60_000).documents[0]
-PARAGRAPHS = tuple(part for part in load_text("moby-dick", max_characters=60_000).documents[0].split("\n\n") if part)
+CHAPTERS = load_text("moby-dick", max_characters=60_000).documents
+PARAGRAPHS = tuple(part[:200] for chapter in CHAPTERS for part in chapter.split("\n\n") if part.strip())[:72]
 QUICK = dict(d_vocab=300, progress=False)
 PINNED = ([0, 9, 1, 6, 3, 5, 4, 2, 8, 7], [7, 2, 6, 8, 0, 4, 9, 1, 3, 5])  # seed 0, epoch 0; seed 7, epoch 1
 
@@ -44,7 +45,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Sixty-odd paragraphs in several shards."""
+    """Sixty paragraphs in several shards."""
     where = tmp_path_factory.mktemp("shared") / "tokens"
     return prepare_tokens(Text("book", PARAGRAPHS[:60]), where, held_out=0.2, shard_tokens=700, **QUICK)
 
@@ -60,7 +61,7 @@ def contents(directory):
 def test_two_trainings_on_the_same_documents_give_the_same_file(tmp_path, monkeypatch):
     for name, parallel in (("a", "false"), ("b", "true")):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
-        train_tokenizer(PARAGRAPHS[:20], 500).save_pretrained(tmp_path / name)
+        train_tokenizer(PARAGRAPHS[:20], 350).save_pretrained(tmp_path / name)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
@@ -83,7 +84,7 @@ def test_no_token_crosses_from_one_word_into_the_next(tokenizer):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.text(st.characters(exclude_categories=("Cs",))))
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=200))
 def test_any_text_comes_back_exactly_from_its_ids(text):
     encoder, found = any_encoder()
     ids = encoder([text])[0]
@@ -104,7 +105,9 @@ def any_encoder():
     return _MADE
 
 
-@pytest.mark.parametrize("text", [END, f"one{END}two", " \t\r\n\u2028\u00a0\ufeff", "e\u0301\u00e9 naïve 🏳️‍🌈 \0", "𝄞" * 40])
+@pytest.mark.parametrize(
+    "text", [END, f"one{END}two", " \t\r\n\u2028\u00a0\ufeff", "e\u0301\u00e9 naïve 🏳️‍🌈 \0", "𝄞" * 40]
+)
 def test_awkward_text_comes_back_too_and_a_written_end_token_is_only_text(text):
     encoder, found = any_encoder()
     ids = encoder([text])[0]
@@ -188,7 +191,7 @@ def test_a_large_vocabulary_is_written_in_four_bytes(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(65_535)} | {END: 65_535, "last": 65_536}
+    words = {"w1": 1, "w2": 2, "w3": 3, "w65534": 65_534, END: 65_535, "last": 65_536}
     large = Tokenizer(models.WordLevel(words, unk_token=END))
     large.pre_tokenizer = pre_tokenizers.Whitespace()
     given = PreTrainedTokenizerFast(tokenizer_object=large, eos_token=END)
@@ -204,7 +207,8 @@ def test_a_large_vocabulary_is_written_in_four_bytes(tmp_path):
 def test_an_existing_tokenizer_is_taken_from_its_directory_and_told_from_another(files, tmp_path):
     own = str(files.directory / "tokenizer")
     found = prepare_tokens(Text("book", PARAGRAPHS[:5]), tmp_path / "tokens", tokenizer=own, progress=False)
-    assert contents(found.directory / "tokenizer") == contents(files.directory / "tokenizer")
+    written = [(one.directory / "tokenizer" / "tokenizer.json").read_bytes() for one in (found, files)]
+    assert written[0] == written[1]
     assert found.tokenizer.decode(found.train.document(0)[:-1]) in PARAGRAPHS
     with pytest.raises(DataError, match="another preparation: tokenizer was"):
         prepare_tokens(Text("book", PARAGRAPHS[:5]), found.directory, tokenizer=train_tokenizer(["other"], 260))
@@ -284,7 +288,7 @@ def plain_windows(documents, length, packing, least):
     return pieces
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(1, 25), min_size=1, max_size=12),
     st.lists(st.integers(0, 4), max_size=4),
@@ -449,9 +453,7 @@ def test_killed_anywhere_and_run_again_it_ends_with_the_same_bytes(files, tmp_pa
             open_tokens(where)
     before = {path.name: path.stat().st_mtime_ns for path in where.glob("train-00000*")}
     prepare_tokens(text, where, **arguments)
-    left = {name: data for name, data in contents(where).items() if not name.startswith(".")}
-    whole = {name: data for name, data in contents(files.directory).items() if not name.startswith(".")}
-    assert left == whole
+    assert contents(where) == contents(files.directory)
     if trap in ("in a file", "while encoding", "before meta.json"):  # finished files are not written again
         assert before == {path.name: path.stat().st_mtime_ns for path in where.glob("train-00000*")}
 
@@ -462,7 +464,7 @@ def test_a_half_written_journal_line_is_cut_off(files, tmp_path):
     dying(TRAPS["while encoding"], text, where, **arguments)
     journal = (where / "journal.jsonl").read_bytes()
     assert journal.count(b"\n") >= 4
-    for cut in (10, len(journal) // 2, len(journal) - 1):
+    for cut in (10, len(journal) - 1):
         again = tmp_path / f"cut{cut}"
         shutil.copytree(where, again)
         (again / "journal.jsonl").write_bytes(journal[:cut])
@@ -500,11 +502,8 @@ def test_the_command_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(t
             time.sleep(0.005)
         process.wait()
     assert killed >= 2
-    left, whole = contents(out), contents(tmp_path / "whole")
-    left.pop("journal.jsonl", None)
-    assert {name: data for name, data in left.items() if "/." not in f"/{name}"} == {
-        name: data for name, data in whole.items() if "/." not in f"/{name}"
-    }
+    subprocess.run(command(out), check=True, env=environment, capture_output=True)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_full_disk_is_one_error_and_nothing_is_lost(files, tmp_path, monkeypatch):
@@ -556,7 +555,9 @@ def test_no_more_documents_are_read_ahead_than_are_encoded_together(tmp_path, mo
         return write(shard, directory)
 
     written_before, write = [], shards.Shard.write
-    monkeypatch.setattr("lens_geometry.training.data.open_corpora", lambda *_: [corpora.Corpus({"name": "t"}, documents)])
+    monkeypatch.setattr(
+        "lens_geometry.training.data.open_corpora", lambda *_: [corpora.Corpus({"name": "t"}, documents)]
+    )
     monkeypatch.setattr(shards.Shard, "write", written)
     monkeypatch.setattr(split, "FEW", 50)
     prepare_tokens("t", tmp_path / "tokens", tokenizer_characters=1000, shard_tokens=2000, **QUICK)
@@ -603,7 +604,10 @@ def test_a_data_set_is_read_row_by_row_into_the_same_tokens(data_set, tmp_path, 
     assert first.train.n_documents + first.held_out.n_documents == 8
 
 
-@pytest.mark.parametrize("trap", ["before the tokenizer", "in a file", "while encoding"])
+@pytest.mark.parametrize(
+    "trap",
+    ["in a file", *(pytest.param(trap, marks=pytest.mark.slow) for trap in ("before the tokenizer", "while encoding"))],
+)
 def test_a_data_set_goes_on_at_the_row_where_it_was(data_set, tmp_path, trap):
     arguments = dict(held_out=0.2, shard_tokens=400, **QUICK)
     whole = prepare_tokens([data_set, Text("t", PARAGRAPHS[50:70])], tmp_path / "whole", **arguments)
@@ -680,6 +684,7 @@ def test_a_data_set_that_breaks_off_says_that_it_can_be_gone_on_with(data_set, t
             raise ConnectionError("reset by peer")
         return rows(row, found)
 
+    monkeypatch.setattr(preparation, "_BATCH", 4)
     with monkeypatch.context() as patched:
         patched.setattr(corpora, "row_text", breaking)
         with pytest.raises(DataError, match=r"cannot be read \(ConnectionError: reset by peer.*goes on where it was"):
@@ -724,7 +729,9 @@ def test_what_cannot_be_prepared_is_refused_with_a_cure(tmp_path, monkeypatch, t
 
 
 def test_another_preparation_or_other_files_in_the_directory_are_left_alone(files, tmp_path):
-    with pytest.raises(DataError, match=r"another preparation: d_vocab|another preparation: .*held_out was 0.2 and is 0.05"):
+    with pytest.raises(
+        DataError, match=r"another preparation: d_vocab|another preparation: .*held_out was 0.2 and is 0.05"
+    ):
         prepare_tokens(Text("book", PARAGRAPHS[:60]), files.directory, shard_tokens=700, **QUICK)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DataError, match="holds other files"):

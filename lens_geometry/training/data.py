@@ -18,9 +18,17 @@ import filelock
 from lens_geometry.errors import DataError
 from lens_geometry.training.corpora import DATA_SETS, Given, open_corpora
 from lens_geometry.training.preparation import write_tokens
-from lens_geometry.training.shards import ANOTHER, JOURNAL, Journal, earlier_settings, refuse_other_settings, written
+from lens_geometry.training.shards import (
+    ANOTHER,
+    JOURNAL,
+    Journal,
+    earlier_settings,
+    refuse_other_settings,
+    sweep,
+    written,
+)
 from lens_geometry.training.token_files import META, TokenFiles, TokenSet, open_tokens, read_meta
-from lens_geometry.training.tokenizer import about_given, check_d_vocab, load_tokenizer, vocabulary_of
+from lens_geometry.training.tokenizer import about_given, check_d_vocab, load_tokenizer
 from lens_geometry.training.windows import PACKINGS, Packing, Windows, batch_numbers
 
 __all__ = [
@@ -84,20 +92,24 @@ def prepare_tokens(
     earlier = earlier_settings(where)
     corpora = open_corpora(texts, max_documents, earlier.get("texts", ()))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    if given is not None and d_vocab is not None and vocabulary_of(given) > d_vocab:
-        problem = f"the tokenizer has {vocabulary_of(given):,} tokens, more than d_vocab {d_vocab:,}"
-        raise DataError(problem, where=str(tokenizer), cure="raise d_vocab, or choose a smaller tokenizer")
-    trained = {"trained": d_vocab or D_VOCAB, "characters": tokenizer_characters}
+    if given is None:
+        about = {"trained": d_vocab or D_VOCAB, "characters": tokenizer_characters}
+    else:
+        about = about_given(tokenizer, given)
+        if d_vocab is not None and about["vocabulary"] > d_vocab:
+            problem = f"the tokenizer has {about['vocabulary']:,} tokens, more than d_vocab {d_vocab:,}"
+            raise DataError(problem, where=about["given"], cure="raise d_vocab, or choose a smaller tokenizer")
     settings: dict[str, Any] = {
         "texts": [corpus.about for corpus in corpora],
         "max_documents": max_documents,
         "held_out": held_out,
         "seed": seed,
-        "tokenizer": trained if given is None else about_given(tokenizer, given),
+        "tokenizer": about,
         "shard_tokens": shard_tokens,
     }
     if not (where / META).is_file():
         with written(where), _alone(where):
+            sweep(where)
             if not (where / META).is_file():  # another process may have finished them meanwhile
                 journal = Journal(where / JOURNAL, settings)
                 write_tokens(where, journal, corpora, given, settings, progress)

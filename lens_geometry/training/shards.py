@@ -54,6 +54,13 @@ class Shard:
         return about
 
 
+def sweep(directory: Path) -> None:
+    """Remove what a killed process was writing; what it finished has another name."""
+    for stem in (*SIDES, "meta"):
+        for path in directory.glob(f".{stem}-*"):
+            path.unlink()
+
+
 def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
