@@ -59,7 +59,7 @@ from lens_geometry.pairs import PAIR_SETS, load_pairs
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
-from lens_geometry.training.data import Packing, open_tokens, prepare_tokens
+from lens_geometry.training_commands import tokens_command, train_command
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
@@ -77,6 +77,7 @@ class Loading:
         device: such as cpu, cuda, mps; chosen when left out.
         revision: branch, tag or commit of a Hugging Face model.
         trust_remote_code: run code that comes with a Hugging Face model.
+        without_suppression: leave out the edit that a checkpoint was trained under; its results say so.
     """
 
     model: str = DEFAULT_MODEL
@@ -85,6 +86,7 @@ class Loading:
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    without_suppression: bool = False
 
     def load(self) -> Any:
         return models.load_model(
@@ -94,6 +96,7 @@ class Loading:
             device=self.device,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            without_suppression=self.without_suppression,
         )
 
 
@@ -586,64 +589,6 @@ def mediators_command(
     return _saved(result, out)
 
 
-def tokens_command(
-    texts: tyro.conf.Positional[tuple[str, ...]] = ("austen", "moby-dick"),
-    out: Path = Path("results/tokens"),
-    d_vocab: int | None = None,
-    tokenizer: str | None = None,
-    held_out: float = 0.05,
-    seed: int = 0,
-    max_documents: int | None = None,
-    tokenizer_characters: int = 100_000_000,
-    shard_tokens: int = 2**24,
-    sequence_length: int = 256,
-    packing: Packing = "documents",
-    verify: bool = False,
-    progress: bool = True,
-) -> int:
-    """Tokenise text into memory-mapped files to train on, with a held-out split by document.
-
-    Stopped at any point, the same command goes on where it was, and ends with the same bytes. It uses every core
-    (RAYON_NUM_THREADS sets how many).
-    Example: lens-geometry tokens austen moby-dick --out tokens --d-vocab 2048
-
-    Args:
-        texts: "austen", "moby-dick", a .txt file, a directory of them; "openwebtext", "fineweb" or
-            hf:PATH:CONFIG:SPLIT:COLUMN for Hugging Face data sets, read row by row.
-        out: directory for the token files, the tokenizer and meta.json.
-        d_vocab: size of the byte-level BPE trained on the training documents (2048 when left out); with --tokenizer,
-            the most tokens that it may have.
-        tokenizer: an existing tokenizer instead of a trained one: a directory or a name on the hub.
-        held_out: share of the documents that are never trained on, chosen by a hash of their content.
-        seed: of that split.
-        max_documents: only the first so many documents of every text.
-        tokenizer_characters: train the BPE on the first so many characters of the training documents.
-        shard_tokens: tokens of a file, after which the next is begun.
-        sequence_length: predictions per window, for the table that is printed; nothing on disk depends on it.
-        packing: windows of single documents, or of the running stream; for the table too.
-        verify: also check the hashes of all files.
-        progress: show progress bars.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    files = prepare_tokens(
-        texts,
-        out,
-        d_vocab=d_vocab,
-        tokenizer=tokenizer,
-        held_out=held_out,
-        seed=seed,
-        max_documents=max_documents,
-        tokenizer_characters=tokenizer_characters,
-        shard_tokens=shard_tokens,
-        progress=progress,
-    )
-    if verify:
-        open_tokens(out, verify=True)
-    print(summaries.tokens_summary(files, sequence_length, packing))
-    print(f"saved: {out}")
-    return 0
-
-
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -663,6 +608,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "dissociate": dissociate_command,
     "repair": repair_command,
     "mediators": mediators_command,
+    "train": train_command,
     "tokens": tokens_command,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import pandas as pd
 import pytest
 import torch
 
-from lens_geometry import loaders
-from lens_geometry.errors import TrainingError
+from lens_geometry import loaders, summaries
+from lens_geometry.errors import ResultError, TrainingError
+from lens_geometry.results import alone
 from lens_geometry.training import Shape, TrainingConfig, arm, prepare_tokens, train, trainer
 from lens_geometry.training import checkpoint as saved
+from lens_geometry.training.comparison import compare_arms
 from lens_geometry.training.data import batch_numbers, open_tokens
 from lens_geometry.training.model import (
     build_model,
@@ -30,6 +33,7 @@ from lens_geometry.training.model import (
     open_model,
     save_model,
 )
+from lens_geometry.training_plots import arms_figure
 
 BACKENDS = ("bridge", "hooked") if loaders.hooked_class() else ("bridge",)
 TINY = Shape(n_layers=2, n_heads=4, n_key_value_heads=2, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
@@ -131,8 +135,8 @@ def test_a_run_without_an_edit_is_plain_training_bit_for_bit(config: TrainingCon
     for step in range(config.steps):
         ids, scored = windows.batch(batch_numbers(len(windows), 0, step, 4))
         logits = model(ids[:, :-1], return_type="logits")
-        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = each[scored.flatten()].sum() / scored.sum()
+        targets = torch.where(scored, ids[:, 1:], -100)
+        loss = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none").sum() / int(scored.sum())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -140,7 +144,7 @@ def test_a_run_without_an_edit_is_plain_training_bit_for_bit(config: TrainingCon
             group["lr"] = trainer.learning_rate(step, config)
         optimizer.step()
         plain.append(loss.item())
-    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    assert losses == plain
     assert losses[-1] < losses[0]
 
 
@@ -168,11 +172,20 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert (last[0] / "model.safetensors").read_bytes() == (last[1] / "model.safetensors").read_bytes()
 
 
-def test_a_finished_run_is_read_and_not_run_again(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["baseline", "value"])
+def test_a_finished_run_is_read_and_not_run_again(
+    config: TrainingConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, suppression=arm(name))
     first = train(config)
     monkeypatch.setattr(trainer, "backward", lambda *_: pytest.fail("trained again"))
     again = train(config)
     pd.testing.assert_frame_equal(first.table, again.table)
+
+
+def test_two_processes_do_not_train_in_one_directory(config: TrainingConfig) -> None:
+    with alone(Path(config.out), "training"), pytest.raises(ResultError, match="another process is training"):
+        train(config)
 
 
 def test_other_settings_in_the_same_directory_are_refused_by_name(config: TrainingConfig) -> None:
@@ -202,6 +215,18 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     train(config)
     train(whole)
     assert curve(config) == curve(whole)
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_no_checkpoint(config: TrainingConfig) -> None:
+    train(config)
+    whole = saved.newest_checkpoint(Path(config.out))
+    assert whole is not None
+    shutil.copytree(whole, whole.with_name(".step-00000008.unfinished"))
+    half = shutil.copytree(whole, whole.with_name("step-00000009"))
+    (half / "lens_geometry.json").unlink()
+    assert saved.newest_checkpoint(Path(config.out)) == whole
+    saved.remove_old(Path(config.out), 2)
+    assert not list(whole.parent.glob(".*"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(config: TrainingConfig) -> None:
@@ -237,6 +262,54 @@ def test_accumulated_parts_make_the_same_step_as_the_whole_batch(config: Trainin
     train(parts)
     one, other = ([line["loss"] for line in curve(run) if "loss" in line] for run in (config, parts))
     np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_arms_are_compared_pair_by_pair_from_equal_weights_on_equal_batches(config: TrainingConfig) -> None:
+    result = compare_arms(config, ["value", "attn:0.5"], seeds=2)
+    table = result.table
+    final = table[(table["kind"] == "final") & (table["at"] == "equal tokens")].set_index("arm")
+    for name in ("baseline", "value", "attn:0.5"):
+        runs = [train(replace(config, out=f"{config.out}/{name.replace(':', '-')}-seed{seed}", seed_weights=seed,
+                              seed_batches=seed, suppression=arm(name))) for seed in (0, 1)]  # fmt: skip
+        losses = [run.meta["held_out_loss"] for run in runs]
+        assert final.loc[name, "held_out_loss"] == pytest.approx(np.mean(losses), abs=1e-9)
+        assert final.loc[name, "change"] == pytest.approx(
+            final.loc[name, "held_out_loss"] - final.loc["baseline", "held_out_loss"], abs=1e-9
+        )
+    assert final.loc["value", "change_low"] <= final.loc["value", "change"] <= final.loc["value", "change_high"]
+    first = table[table["kind"] == "first"]
+    assert first.groupby("seed")["bare_loss"].nunique().eq(1).all()
+    value = first[first["arm"] == "value"]
+    assert (value["held_out_loss"] != value["bare_loss"]).all()
+    baseline = first[first["arm"] == "baseline"]
+    assert (baseline["held_out_loss"] == baseline["bare_loss"]).all()
+    assert len(arms_figure(table).data) > 6
+    assert "attn:0.5" in summaries.training_summary(table)
+
+
+def test_an_arm_that_diverges_is_counted_and_the_others_go_on(
+    config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = trainer.backward
+
+    def broken(model: Any, suppressor: Any, *rest: Any) -> float:
+        return math.nan if suppressor.hooks else step(model, suppressor, *rest)
+
+    monkeypatch.setattr(trainer, "backward", broken)
+    table = compare_arms(config, ["value"]).table
+    final = table[(table["kind"] == "final")].set_index("arm")
+    assert final.loc["value", "n_diverged"] == 1
+    assert final.loc["value", "status"] == "diverged"
+    assert "diverged" in summaries.training_summary(table)
+    assert table[table["arm"] == "value"]["status"].str.startswith("diverged").all()
+
+
+def test_runs_that_saw_other_batches_are_not_compared(config: TrainingConfig) -> None:
+    compare_arms(config, ["value"])
+    path = Path(config.out) / "value-seed0" / saved.CURVE
+    path.write_text(path.read_text().replace('"batch": "', '"batch": "x'))
+    with pytest.raises(TrainingError, match="differ in batch"):
+        compare_arms(config, ["value"])
 
 
 @pytest.mark.parametrize(

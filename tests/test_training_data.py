@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lens_geometry import cli
 from lens_geometry.errors import DataError
 from lens_geometry.text import Text, load_text
-from lens_geometry.training import corpora, preparation, shards, split, windows
+from lens_geometry.training import corpora, data, preparation, shards, split, windows
 from lens_geometry.training.data import batch_numbers, open_tokens, prepare_tokens
 from lens_geometry.training.token_files import TokenSet
 from lens_geometry.training.tokenizer import END, Encoder, load_tokenizer, train_tokenizer
@@ -489,19 +489,14 @@ def test_the_command_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(t
 
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     subprocess.run(command(tmp_path / "whole"), check=True, env=environment, capture_output=True)
-    out, killed = tmp_path / "killed", 0
-    while not (out / "meta.json").exists():
+    out = tmp_path / "killed"
+    for files_seen in (20, 90):
         process = subprocess.Popen(command(out), env=environment, stdout=subprocess.DEVNULL)
-        seen = len(list(out.glob("*.npy"))) if out.exists() else 0
-        while process.poll() is None:
-            now = len(list(out.glob("*.npy"))) if out.exists() else 0
-            if now > seen + 20:
-                process.send_signal(signal.SIGKILL)
-                killed += 1
-                break
+        while len([*out.glob("*.npy")]) < files_seen:
+            assert process.poll() is None
             time.sleep(0.005)
-        process.wait()
-    assert killed >= 2
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     subprocess.run(command(out), check=True, env=environment, capture_output=True)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -532,12 +527,24 @@ def raise_(error):
     raise error
 
 
-def test_a_second_process_in_the_same_directory_is_refused(tmp_path):
+def test_a_second_process_in_the_same_directory_waits_and_takes_what_the_first_made(files, tmp_path, monkeypatch):
     import filelock
 
-    (tmp_path / "tokens").mkdir()
-    with filelock.FileLock(tmp_path / "tokens" / ".lock"), pytest.raises(DataError, match="another process"):
-        prepare_tokens(Text("t", ("a", "b")), tmp_path / "tokens", **QUICK)
+    where = tmp_path / "tokens"
+    where.mkdir()
+    lock = filelock.FileLock(where / ".lock")
+    lock.acquire()
+
+    def first_ends(line):
+        assert "another process is preparing tokens" in line
+        shutil.copytree(files.directory, where, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
+        lock.release()
+
+    monkeypatch.setattr(data, "_PATIENCE", 0)
+    monkeypatch.setattr(data, "say", first_ends)
+    monkeypatch.setattr(data, "write_tokens", None)
+    text = Text("book", PARAGRAPHS[:60])
+    assert prepare_tokens(text, where, held_out=0.2, shard_tokens=700, **QUICK).meta == files.meta
 
 
 def test_no_more_documents_are_read_ahead_than_are_encoded_together(tmp_path, monkeypatch):

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from lens_geometry import cache
 from lens_geometry.errors import TrainingError
+from lens_geometry.suppressed import save_suppression
 from lens_geometry.training.config import MAY_CHANGE, Shape
 from lens_geometry.training.model import save_model
 from lens_geometry.training.suppression import Suppressor
 
 STATE, OPTIMIZER, CURVE, CONFIG = "trainer.json", "optimizer.safetensors", "curve.jsonl", "config.json"
-GEOMETRY, GATES = "geometry.json", "gate.safetensors"
 RETRY = "free space, and run the same command again: it goes on from the last checkpoint"
 
 
@@ -40,7 +40,7 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_model(model, shape, unfinished, tokenizer)
-        save_suppression(suppressor, unfinished)
+        save_suppression(unfinished, suppressor)
         save_file(optimizer_tensors(optimizer), unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
@@ -59,22 +59,6 @@ def save_checkpoint(
             cure=RETRY,
         ) from error
     return target
-
-
-def save_suppression(suppressor: Suppressor, directory: Path) -> None:
-    """Write `geometry.json`, the edit that the weights were trained under, and the gates' vectors beside it."""
-    state = suppressor.state()
-    parallel_now = float(state.pop("parallel_now"))
-    if state:
-        save_file(state, directory / GATES)
-    about = {"format": 1, "suppression": suppressor.suppression.as_dict(), "parallel_now": parallel_now}
-    (directory / GEOMETRY).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-
-
-def load_suppression(suppressor: Suppressor, directory: Path) -> None:
-    """Put back the gates' vectors; the schedule's scale comes from the step."""
-    if suppressor.parameters:
-        suppressor.load(load_file(directory / GATES))
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -139,21 +123,29 @@ def same_run(now: dict[str, Any], before: dict[str, Any], where: Path) -> None:
         )
 
 
+def read_curve(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's curve; a last one that a kill has cut is left out."""
+    path = run / CURVE
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
 class Curve:
     """The run's `curve.jsonl`: a line for every training step and every evaluation, on disk as it goes."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Keep what was before `step`: its training lines, and evaluations up to it; a run goes on from there."""
         self.path = path
-        self.lines: list[dict[str, Any]] = []
-        if path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:  # killed while writing it
-                    break
-                if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0):
-                    self.lines.append(line)
+        self.lines = [
+            line
+            for line in read_curve(path.parent)
+            if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0)
+        ]
         self._write("".join(json.dumps(line) + "\n" for line in self.lines), "w")
 
     def add(self, line: dict[str, Any]) -> None:

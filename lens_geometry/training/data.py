@@ -15,6 +15,7 @@ from typing import Any
 
 import filelock
 
+from lens_geometry.cache import say
 from lens_geometry.errors import DataError
 from lens_geometry.training.corpora import DATA_SETS, Given, open_corpora
 from lens_geometry.training.preparation import write_tokens
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 D_VOCAB = 2048
+_PATIENCE = 1.0  # seconds to wait for a lock in silence
 
 
 def prepare_tokens(
@@ -92,6 +94,7 @@ def prepare_tokens(
     earlier = earlier_settings(where)
     corpora = open_corpora(texts, max_documents, earlier.get("texts", ()))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
+    about: dict[str, Any]
     if given is None:
         about = {"trained": d_vocab or D_VOCAB, "characters": tokenizer_characters}
     else:
@@ -121,14 +124,14 @@ def prepare_tokens(
 
 @contextlib.contextmanager
 def _alone(where: Path) -> Iterator[None]:
-    """Hold the directory's lock. Raises DataError when another process prepares tokens there."""
+    """Hold the directory's lock; wait while another process prepares tokens there."""
     where.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(where / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout as error:
-        problem = "another process is preparing tokens in this directory"
-        raise DataError(problem, where=str(where), cure="wait for it, or give another directory") from error
+    with contextlib.suppress(filelock.Timeout):
+        lock.acquire(timeout=_PATIENCE)
+    if not lock.is_locked:
+        say(f"another process is preparing tokens in {where}; waiting for it")
+        lock.acquire()
     try:
         yield
     finally:

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lens_geometry.edits import applied
-from lens_geometry.errors import TrainingError
+from lens_geometry.errors import DivergedError, TrainingError
 from lens_geometry.models import describe
-from lens_geometry.results import Result, jsonable, replace_file, versions
+from lens_geometry.results import Result, alone, jsonable, replace_file, versions
 from lens_geometry.runner import bar
+from lens_geometry.suppressed import read_suppression
 from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.data import TokenFiles, Windows, batch_numbers, open_tokens
@@ -52,11 +53,17 @@ def train(config: TrainingConfig) -> Result:
     model without its edit, the same for every arm that starts from these weights.
 
     Raises:
-        TrainingError: settings that do not fit, another run in the same directory, a checkpoint that cannot be written,
-            or a loss that is not finite (with the step, the batch's hash and the last good checkpoint).
+        TrainingError: settings that do not fit, another run in the same directory, a checkpoint that cannot be written.
+        DivergedError: a loss that is not finite, with the step, the batch's hash and the last good checkpoint.
         DataError: tokens that cannot be used.
         HookError: an edit that did nothing.
+        ResultError: another process trains there, or the directory cannot be written.
     """
+    with alone(Path(config.out), "training"):
+        return _train(config)
+
+
+def _train(config: TrainingConfig) -> Result:
     tokens = open_tokens(config.tokens)
     training, held_out = (part.windows(config.shape.n_ctx) for part in (tokens.train, tokens.held_out))
     check_fit(config, tokens, training)
@@ -71,14 +78,16 @@ def train(config: TrainingConfig) -> Result:
     suppressor = Suppressor(model, config.suppression, seed=config.seed_batches)
     optimizer = make_optimizer(model, suppressor, config)
     if last is not None:
-        saved.load_suppression(suppressor, last)
+        edit = read_suppression(last)
+        suppressor.load(edit.state() if edit else {})
         saved.load_optimizer(optimizer, last)
     curve = saved.Curve(run / saved.CURVE, state["step"])
     if not curve.lines:
         curve.add({"step": 0, "tokens": 0, "bare_held_out_loss": evaluate(model, suppressor, held_out, config)[0]})
 
     model.train()
-    edited = applied(model, suppressor.hooks) if suppressor.hooks else nullcontext()
+    to_do = state["step"] < config.steps
+    edited = applied(model, suppressor.hooks) if suppressor.hooks and to_do else nullcontext()
     with edited, bar(config.steps, "training", config.progress) as progress:
         progress.update(state["step"])
         for step in range(state["step"], config.steps + 1):
@@ -93,7 +102,7 @@ def train(config: TrainingConfig) -> Result:
                 whole = {
                     **state,
                     "config": config.as_dict(),
-                    "tokens": tokens.meta["tokens_sha256"],
+                    "tokens_sha256": sha,
                     "versions": versions(),
                 }
                 last = saved.save_checkpoint(run, whole, model, config.shape, suppressor, optimizer, tokens.tokenizer)
@@ -229,9 +238,8 @@ def check_fit(config: TrainingConfig, tokens: TokenFiles, training: Windows) -> 
 
 
 def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
-    """Make the run's directory, or see that it is this run's; the checkpoint that it goes on from."""
+    """Write the run's settings, or see that it is this run; the checkpoint that it goes on from."""
     try:
-        run.mkdir(parents=True, exist_ok=True)
         path, settings = run / saved.CONFIG, {**config.as_dict(), "tokens_sha256": tokens.meta["tokens_sha256"]}
         if path.exists():
             saved.same_run(jsonable(settings), json.loads(path.read_text(encoding="utf-8")), path)
@@ -244,11 +252,12 @@ def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
     return saved.newest_checkpoint(run)
 
 
-def not_finite(step: int, loss: float, norm: float, batch: str, last: Path | None) -> TrainingError:
+def not_finite(step: int, loss: float, norm: float, batch: str, last: Path | None) -> DivergedError:
     """What to say when training has broken down."""
     kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-    return TrainingError(
+    return DivergedError(
         f"the loss is {loss} and the gradient's norm {norm}; {kept}",
+        step=step,
         where=f"step {step}, batch {batch}",
         cure="a smaller lr, a longer warm_up, or no autocast; then begin anew in another --out",
     )
@@ -265,8 +274,8 @@ def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenF
     final = next(line for line in reversed(curve.lines) if "held_out_loss" in line)
     meta = {
         "config": config.as_dict(),
-        "model": describe(model),
-        "data": tokens.meta,
+        "model": {**describe(model), "name": config.shape.words()},
+        "data": about_tokens(tokens),
         "versions": versions(),
         "held_out_loss": final["held_out_loss"],
         "seconds": final["seconds"],
@@ -275,3 +284,9 @@ def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenF
     result = Result("train", table, jsonable(meta))
     result.save(run)
     return result
+
+
+def about_tokens(tokens: TokenFiles) -> dict[str, Any]:
+    """What the tokens are of: for a result's provenance."""
+    names = [str(text["name"]) for text in tokens.meta["settings"]["texts"]]
+    return {"text": " and ".join(names), **tokens.meta}
