@@ -256,6 +256,15 @@ def test_of_many_documents_each_has_the_same_chance(monkeypatch):
     assert both < 90
 
 
+def test_the_tokenizer_is_trained_on_the_training_documents_alone(tmp_path):
+    words = [f"{letter * 9} " * 50 for letter in "abcdefghijkl"]
+    found = prepare_tokens(Text("t", words), tmp_path / "tokens", held_out=0.3, d_vocab=400, progress=False)
+    held_out = {words[number][:9] for number in found.meta["split"]["held_out_documents"]}
+    assert len(held_out) == 4
+    for word in (word[:9] for word in words):
+        assert len(found.tokenizer(f" {word}")["input_ids"]) == (10 if word in held_out else 1)
+
+
 # --- windows
 
 
@@ -468,6 +477,7 @@ def test_a_half_written_journal_line_is_cut_off(files, tmp_path):
         again = tmp_path / f"cut{cut}"
         shutil.copytree(where, again)
         (again / "journal.jsonl").write_bytes(journal[:cut])
+        dying(TRAPS["before meta.json"], text, again, **arguments)
         assert prepare_tokens(text, again, **arguments).meta == files.meta
     (where / "journal.jsonl").write_bytes(b"{}\n" + journal)
     with pytest.raises(DataError, match=r"journal of an earlier preparation is damaged.*delete this one"):
