@@ -24,6 +24,7 @@ from lens_geometry.edits import (
     remove_diagonal,
     repair,
     scale,
+    suppress,
 )
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.evals import edited_lm
@@ -141,6 +142,7 @@ __all__ = [
     "side_by_side",
     "site_table",
     "smallest_operator",
+    "suppress",
     "tokenize",
     "tokenize_pairs",
     "validate",
