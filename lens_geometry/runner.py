@@ -124,7 +124,7 @@ def batches(
         )
 
 
-def bar(total: int, what: str, progress: bool) -> tqdm[Any]:
+def bar(total: int | None, what: str, progress: bool) -> tqdm[Any]:
     """A progress bar that appears after two seconds."""
     interval = 0.2 if sys.stderr.isatty() else 20.0  # a log file gets a line now and then
     return tqdm(

@@ -1,0 +1,1 @@
+"""Training small models with and without suppression: a trainer that one reads in one sitting."""
