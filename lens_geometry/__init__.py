@@ -8,6 +8,8 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
     loss = model("It is a truth universally acknowledged", return_type="loss")
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import (
@@ -73,6 +75,9 @@ from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
 
+if TYPE_CHECKING:
+    from lens_geometry.trainer_callback import SuppressionCallback
+
 __all__ = [
     "PRESETS",
     "AttentionSettings",
@@ -96,6 +101,7 @@ __all__ = [
     "ScalingSettings",
     "ScheduleSettings",
     "StrengthSettings",
+    "SuppressionCallback",
     "Text",
     "Tokens",
     "applied",
@@ -153,3 +159,12 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names only: the modules they come from are not the interface."""
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    """SuppressionCallback derives from a class of transformers, which is imported with it and not before."""
+    if name == "SuppressionCallback":
+        from lens_geometry.trainer_callback import SuppressionCallback
+
+        return SuppressionCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

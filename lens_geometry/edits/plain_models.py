@@ -102,8 +102,8 @@ class Suppressed:
         for layer in self.layers:
             layer.set_parallel(checked_scale(parallel, layer.n_layers, layer.edit.site))
 
-    def check(self) -> None:
-        """Raise HookError when an edit has never run, or when none has changed anything that should have."""
+    def check(self, *, changed: bool = True) -> None:
+        """Raise HookError when an edit has never run, or (with `changed`) when none changed anything that should."""
         silent = [layer.edit.where for layer in self.layers if not layer.fired]
         if silent:
             raise HookError(
@@ -114,7 +114,7 @@ class Suppressed:
                 "torch.compiler.reset()",
             )
         due = [layer for layer in self.layers if layer.due]
-        if due and not any(layer.changed for layer in due):
+        if changed and due and not any(layer.changed for layer in due):
             raise HookError(
                 "the edit left every activation as it was",
                 where=_some([layer.edit.where for layer in due]),
