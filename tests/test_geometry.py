@@ -287,3 +287,12 @@ def test_a_matched_direction_goes_round_the_update_with_the_noise():
     aside = decompose(direction, update).perpendicular
     expected = decompose(noise, update).perpendicular
     assert torch.cosine_similarity(aside, expected, dim=-1).min() > 1 - 1e-12
+
+
+def test_autocast_changes_no_digit_of_the_float32_arithmetic():
+    generator = torch.Generator().manual_seed(0)
+    u, r = torch.randn(2, 5, 64, generator=generator)
+    expected = scale_components(u, r, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scale_components(u, r, 0.0), expected)
+        assert torch.equal(scale_components(u.bfloat16(), r, 0.0), scale_components(u.bfloat16(), r, 0.0).bfloat16())

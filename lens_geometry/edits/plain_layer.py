@@ -129,8 +129,7 @@ class PlainLayer:
         self.fired = True
         if self.edit.idle:
             return None
-        with torch.autocast(tensor.device.type, enabled=False):  # float32 at least, whatever the model computes in
-            out = self.edit.edited(tensor, acts)
+        out = self.edit.edited(tensor, acts)
         self.due = self.due or not self.edit.gated
         if torch.compiler.is_compiling():
             self.changed = True  # cannot be looked at while tracing
