@@ -33,6 +33,21 @@ def from_hub(name: str, backend: str, **settings: Any) -> Any:
         return hooked_class().from_pretrained_no_processing(name, **given)
 
 
+def hub_file(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a hub model, in the hub's cache; None where the model has none. Raises ModelError for no answer."""
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.hf_hub_download(name, file, revision=revision))
+    except hub.errors.EntryNotFoundError as error:
+        if not isinstance(error, hub.errors.LocalEntryNotFoundError):
+            return None
+        raise ModelError(
+            f"the Hugging Face hub does not say whether the model has a {file} ({error})",
+            where=name,
+            cure="run it again, or download the model and give its directory",
+        ) from error
+
+
 def read_directory(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
     """The Hugging Face model (eager attention, as the bridge wants it) and its tokenizer or None."""
     import transformers
@@ -92,21 +107,25 @@ def bridge_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
 
 
 def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
-    """HookedTransformer from a Llama model, with TransformerLens' own weight conversion.
+    """HookedTransformer from a Llama, or from a StableLM that is a Llama with LayerNorm.
 
     `from_pretrained` refuses names that it does not list, and guesses the architecture from the path.
     """
     config = hf_model.config
     rope = getattr(config, "rope_parameters", None) or {}
-    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    if config.model_type != "llama" or biased or rope.get("rope_type", "default") != "default":
+    biased = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias", "use_qkv_bias"))
+    other = any(getattr(config, name, False) for name in ("use_parallel_residual", "qk_layernorm"))
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0) or 1.0)
+    plain = not biased and not other and partial == 1.0 and rope.get("rope_type", "default") == "default"
+    if config.model_type not in ("llama", "stablelm") or not plain:
         kind = type(hf_model).__name__
         raise ModelError(
-            f"a local {kind} cannot become a HookedTransformer here (only Llama without biases and with "
-            "plain rotary positions can)",
+            f"a local {kind} cannot become a HookedTransformer here (only Llama, and StableLM with "
+            "partial_rotary_factor 1, without biases and with plain rotary positions can)",
             where=path,
             cure='backend="bridge"',
         )
+    rms = config.model_type == "llama"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     cfg = importlib.import_module("transformer_lens").HookedTransformerConfig(
@@ -116,27 +135,26 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
         d_mlp=config.intermediate_size,
         n_layers=config.num_hidden_layers,
         n_ctx=config.max_position_embeddings,
-        eps=config.rms_norm_eps,
+        eps=config.rms_norm_eps if rms else config.layer_norm_eps,
         d_vocab=config.vocab_size,
         act_fn=config.hidden_act,
         n_key_value_heads=kv_heads if kv_heads != heads else None,
-        normalization_type="RMS",
+        normalization_type="RMS" if rms else "LN",
         positional_embedding_type="rotary",
         rotary_adjacent_pairs=False,
         rotary_dim=d_head,
         rotary_base=rope.get("rope_theta", 10000.0),
-        final_rms=True,
+        final_rms=rms,
         gated_mlp=True,
         init_weights=False,
-        original_architecture="LlamaForCausalLM",
+        original_architecture=type(hf_model).__name__,
         model_name=path,
         dtype=hf_model.dtype,
         device=device,
     )
-    convert = importlib.import_module("transformer_lens.pretrained.weight_conversions").convert_llama_weights
     with _quiet_hooked():
         model = hooked_class()(cfg, tokenizer)
-    weights = {key: value.detach() for key, value in convert(hf_model, cfg).items()}
+    weights = _hooked_weights(hf_model, cfg)
     lacking = set(dict(model.named_parameters())) - set(weights)
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     if lacking or unknown:
@@ -145,6 +163,18 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
             f"HookedTransformer and the weights differ in {differing}", where=path, cure='backend="bridge"'
         )
     return model
+
+
+def _hooked_weights(hf_model: Any, cfg: Any) -> dict[str, Any]:
+    """TransformerLens' own conversion of a Llama; a StableLM differs from it in the biases of its LayerNorms."""
+    convert = importlib.import_module("transformer_lens.pretrained.weight_conversions").convert_llama_weights
+    weights = {key: value.detach() for key, value in convert(hf_model, cfg).items()}
+    if cfg.normalization_type == "LN":
+        weights["ln_final.b"] = hf_model.model.norm.bias.detach()
+        for number, layer in enumerate(hf_model.model.layers):
+            weights[f"blocks.{number}.ln1.b"] = layer.input_layernorm.bias.detach()
+            weights[f"blocks.{number}.ln2.b"] = layer.post_attention_layernorm.bias.detach()
+    return weights
 
 
 def bridge_class() -> Any:

@@ -29,6 +29,7 @@ from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
+from lens_geometry.training_plots import arms_figure, run_figure
 
 __all__ = [
     "METRICS",
@@ -191,4 +192,6 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "dissociation": dissociation_figure,
     "pathway_repair": repair_figure,
     "mediators": mediators_figure,
+    "train": run_figure,
+    "compare_arms": arms_figure,
 }

@@ -1,1 +1,8 @@
 """Training small models with and without suppression: a trainer that one reads in one sitting."""
+
+from lens_geometry.training.config import Shape, TrainingConfig
+from lens_geometry.training.data import open_tokens, prepare_tokens
+from lens_geometry.training.suppression import ARMS, Suppression, arm
+from lens_geometry.training.trainer import train
+
+__all__ = ["ARMS", "Shape", "Suppression", "TrainingConfig", "arm", "open_tokens", "prepare_tokens", "train"]

@@ -1,0 +1,175 @@
+"""Checkpoints that a kill or a full disk cannot spoil, and the curve of a run, which goes on where they were.
+
+A checkpoint is a Hugging Face directory with the edit (`geometry.json`), the optimiser's state and the step beside it.
+It is filled under another name and gets its own in one step; older ones are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lens_geometry import cache
+from lens_geometry.errors import TrainingError
+from lens_geometry.suppressed import save_suppression
+from lens_geometry.training.config import MAY_CHANGE, Shape
+from lens_geometry.training.model import save_model
+from lens_geometry.training.suppression import Suppressor
+
+STATE, OPTIMIZER, CURVE, CONFIG = "trainer.json", "optimizer.safetensors", "curve.jsonl", "config.json"
+RETRY = "free space, and run the same command again: it goes on from the last checkpoint"
+
+
+def save_checkpoint(
+    run: Path, state: dict[str, Any], model: Any, shape: Shape, suppressor: Suppressor, optimizer: Any, tokenizer: Any
+) -> Path:
+    """Write `checkpoints/step-N`, N from `state["step"]`, and return it.
+
+    Raises:
+        TrainingError: it could not be written; the one before is untouched.
+    """
+    target = run / "checkpoints" / f"step-{state['step']:08d}"
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save_model(model, shape, unfinished, tokenizer)
+        save_suppression(unfinished, suppressor)
+        save_file(optimizer_tensors(optimizer), unfinished / OPTIMIZER)
+        (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
+        for file in unfinished.iterdir():
+            _sync(file)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+        _sync(target.parent)
+    except Exception as error:  # safetensors wraps the system's errors in its own
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError) and not cache.is_full(error):
+            raise
+        raise TrainingError(
+            f"the checkpoint of step {state['step']} could not be written ({error}); the one before is untouched",
+            where=str(target),
+            cure=RETRY,
+        ) from error
+    return target
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    found = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    return next((directory for directory in found if cache.read_marker(directory) is not None), None)
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints, and what a kill has left unfinished."""
+    place = run / "checkpoints"
+    for directory in [*sorted(place.glob("step-*"))[:-keep], *place.glob(".step-*.unfinished")]:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What the trainer wrote beside the weights: the step, seconds so far, config and tokens.
+
+    Raises:
+        TrainingError: it is no checkpoint of the trainer.
+    """
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"this checkpoint cannot be read ({error})",
+            where=str(checkpoint),
+            cure="remove its directory; the run goes on from the one before",
+        ) from error
+    return state
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's running means and step counts by the parameters' names."""
+    tensors = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return tensors
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Put back what `optimizer_tensors` took."""
+    tensors = load_file(checkpoint / OPTIMIZER)
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            optimizer.state[parameter] = {
+                key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else parameter.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+
+
+def same_run(now: dict[str, Any], before: dict[str, Any], where: Path) -> None:
+    """Raise TrainingError, naming what differs, when a run is to go on under other settings."""
+    different = [key for key in sorted({*now, *before}) if key not in MAY_CHANGE and now.get(key) != before.get(key)]
+    if different:
+        raise TrainingError(
+            f"a run with other settings is here; it differs in {', '.join(different)}",
+            where=str(where),
+            cure="choose another --out, or give the settings of its config.json to go on with it",
+        )
+
+
+def read_curve(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's curve; a last one that a kill has cut is left out."""
+    path = run / CURVE
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+class Curve:
+    """The run's `curve.jsonl`: a line for every training step and every evaluation, on disk as it goes."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Keep what was before `step`: its training lines, and evaluations up to it; a run goes on from there."""
+        self.path = path
+        self.lines = [
+            line
+            for line in read_curve(path.parent)
+            if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0)
+        ]
+        self._write("".join(json.dumps(line) + "\n" for line in self.lines), "w")
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One more line."""
+        self.lines.append(line)
+        self._write(json.dumps(line) + "\n", "a")
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the model was evaluated before this step already."""
+        return any(line["step"] == step and "held_out_loss" in line for line in self.lines)
+
+    def _write(self, text: str, mode: str) -> None:
+        try:
+            with self.path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise TrainingError(
+                f"the curve could not be written ({error.strerror or error})", where=str(self.path), cure=RETRY
+            ) from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
