@@ -74,6 +74,7 @@ from lens_geometry.pair_tokens import tokenize_pairs
 from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
+from lens_geometry.suppressed import suppress_as_saved
 
 if TYPE_CHECKING:
     from lens_geometry.trainer_callback import SuppressionCallback
@@ -149,6 +150,7 @@ __all__ = [
     "site_table",
     "smallest_operator",
     "suppress",
+    "suppress_as_saved",
     "tokenize",
     "tokenize_pairs",
     "validate",

@@ -6,7 +6,6 @@ trainer.train()
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from transformers import TrainerCallback
 from lens_geometry.edits import Suppressed, suppress
 from lens_geometry.edits.suppressing import ScheduleShape, SuppressedSite, Suppression
 from lens_geometry.errors import ModelError
-from lens_geometry.results import replace_file
-
-GEOMETRY_FILE, FORMAT = "geometry.json", 1
+from lens_geometry.suppressed import read_suppression, write_suppression
 
 
 class SuppressionCallback(TrainerCallback):
@@ -113,9 +110,7 @@ class SuppressionCallback(TrainerCallback):
 
     def save(self, directory: str | Path) -> None:
         """Write `geometry.json` into a directory: the setting, and the scale as it is now."""
-        about = {"format": FORMAT, "suppression": self.suppression.as_dict(), "parallel_now": self.parallel_now}
-        text = json.dumps(about, indent=2) + "\n"
-        replace_file(Path(directory) / GEOMETRY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        write_suppression(Path(directory), self.suppression, self.parallel_now)
 
     def remove(self) -> None:
         """Take the edit off the model, if it is on."""
@@ -132,10 +127,8 @@ class SuppressionCallback(TrainerCallback):
     def _same_as_before(self, checkpoint: Path) -> None:
         if not checkpoint.is_dir():
             return  # gone on from another place, which a callback is not told
-        path = checkpoint / GEOMETRY_FILE
-        before = (
-            json.loads(path.read_text(encoding="utf-8"))["suppression"] if path.exists() else Suppression().as_dict()
-        )
+        saved = read_suppression(checkpoint)
+        before = (Suppression() if saved is None else saved.suppression).as_dict()
         now = self.suppression.as_dict()
         differing = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if differing:

@@ -8,13 +8,15 @@ import sys
 import pytest
 import torch
 import zoo
+from safetensors.torch import save_file
 from test_plain_models import bridged
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lens_geometry as lg
 from lens_geometry.edits import applied, scale, suppress
 from lens_geometry.edits.suppressing import Suppression
 from lens_geometry.errors import GeometryError, HookError, ModelError, SiteError
+from lens_geometry.suppressed import write_suppression
 
 STEPS, LR = 4, 1e-2
 
@@ -237,6 +239,30 @@ def test_settings_that_cannot_be_are_refused_at_once():
     ):
         with pytest.raises(error):
             lg.SuppressionCallback(**arguments)
+
+
+def test_a_checkpoint_loaded_in_any_way_is_the_model_that_was_trained(tmp_path):
+    run = trainer(tmp_path, lg.SuppressionCallback("value", 0.25, layers=[1, 3]), model=zoo.hugging_face("llama_gqa"))
+    run.processing_class = zoo.tokenizer()
+    run.train()
+    place, ids = tmp_path / "checkpoint-4", zoo.tokens(2, 12, seed=5)
+    with torch.no_grad():
+        expected = run.model(ids).logits
+        found = lg.load_model(str(place), device="cpu")(ids, return_type="logits")
+        plain = AutoModelForCausalLM.from_pretrained(place)
+        bare = plain(ids).logits
+        with lg.suppress_as_saved(plain, place):
+            again = plain(ids).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(again, expected, atol=1e-4)
+    assert not torch.allclose(bare, expected, atol=1e-2)
+    for arguments, words in ((dict(site="value", gate=True), "a learned gate"), (None, "no geometry.json")):
+        (place / "geometry.json").unlink()
+        if arguments:
+            write_suppression(place, Suppression(**arguments), 0.0)
+            save_file({}, place / "gate.safetensors")
+        with pytest.raises(ModelError, match=words):
+            lg.suppress_as_saved(plain, place)
 
 
 @pytest.mark.slow
