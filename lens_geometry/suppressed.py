@@ -163,8 +163,8 @@ def suppress_as_saved(model: Any, directory: str | Path) -> Suppressed:
         lg.suppress_as_saved(model, "run/checkpoint-1000")
 
     The scale is that of the moment when it was saved. Returns the handle that `suppress` returns.
-    Raises ModelError when the directory has no `geometry.json`, or one that cannot be read or done on a plain model; and
-    as `suppress` does.
+    Raises ModelError when the directory has no `geometry.json`, or one that cannot be read or be done on a plain model;
+    and as `suppress` does.
     """
     saved = read_suppression(Path(directory))
     if saved is None:

@@ -188,7 +188,7 @@ def test_sdpa_gives_what_eager_gives_and_cannot_tell_a_token_s_own_weight(name):
     assert 'set_attn_implementation("eager")' in caught.value.cure
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", pytest.param("neox", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama_gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "neox"))])
 def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name):
     model, ids = plain(name, torch.float32), zoo.tokens(2, 5)
     settings = dict(max_new_tokens=8, do_sample=False, pad_token_id=1, eos_token_id=None)
@@ -221,7 +221,7 @@ def trained(model, ids, **settings):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama_gqa", "neox"])
+@pytest.mark.parametrize("name", ["llama_gqa", pytest.param("neox", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_no_gradient(name, reentrant):
     model, ids = plain(name), zoo.tokens(2, 9)
     expected = {site: trained(model, ids, site=site, parallel=0.2) for site in PLAIN_SITES}
@@ -262,6 +262,24 @@ def test_an_edit_under_autocast_is_computed_in_float32():
     update = seen["after"] - seen["before"]
     along = (update * seen["before"]).sum(-1) / (update.norm(dim=-1) * seen["before"].norm(dim=-1))
     assert along.abs().max() < 2e-3  # the rounding of the update to bfloat16, and no more
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox_sequential"])
+def test_what_is_edited_is_what_is_added_after_dropout(name):
+    model, ids = plain(name).train(), zoo.tokens()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    block = model.base_model.h[1] if name == "gpt2" else model.base_model.layers[1]
+    norms = (block.ln_1, block.ln_2) if name == "gpt2" else (block.input_layernorm, block.post_attention_layernorm)
+    seen = []
+    handles = [norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach())) for norm in norms]
+    with suppress(model, "attn", layers=1), torch.random.fork_rng(devices=[]):
+        logits(model, ids)
+    for handle in handles:
+        handle.remove()
+    before, update = seen[0], seen[1] - seen[0]
+    assert ((update * before).sum(-1).abs() < 1e-12 * update.norm(dim=-1) * before.norm(dim=-1)).all()
 
 
 def test_bfloat16_stays_bfloat16():

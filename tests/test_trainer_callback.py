@@ -2,13 +2,15 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_plain_models import bridged
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -142,7 +144,7 @@ def test_a_schedule_moves_the_scale_from_step_to_step(tmp_path):
     assert run.losses == loop(model, loss_of, run.batches)
 
 
-@pytest.mark.parametrize("keep_on", [True, False])
+@pytest.mark.parametrize("keep_on", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_evaluations_are_under_the_edit_and_it_stays_or_goes_by_choice(tmp_path, keep_on):
     callback = lg.SuppressionCallback("value", keep_on=keep_on)
     run = trainer(tmp_path, callback, eval_strategy="steps", eval_steps=4)
@@ -162,7 +164,7 @@ def test_evaluations_are_under_the_edit_and_it_stays_or_goes_by_choice(tmp_path,
     assert run.evaluate()["eval_loss"] == pytest.approx(bare, rel=1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_and_accumulation_change_nothing_but_rounding(tmp_path, reentrant):
     found = []
     for settings in (
@@ -192,6 +194,7 @@ def test_a_run_that_goes_on_has_the_same_curve_and_refuses_another_suppression(t
         trainer(tmp_path, callback(0.3)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_left_with_its_own_scale(tmp_path):
     callback = lg.SuppressionCallback("value", 0.0, schedule="linear", schedule_steps=4)
     run = trainer(
@@ -205,6 +208,7 @@ def test_the_best_checkpoint_is_left_with_its_own_scale(tmp_path):
     assert callback.handle.layers[0].edit.parallel == 0.75
 
 
+@pytest.mark.slow
 def test_trained_again_a_model_carries_one_edit(tmp_path):
     model, callback = zoo.hugging_face("llama_gqa"), lg.SuppressionCallback("mlp", 0.5)
     for _ in range(2):
@@ -263,6 +267,37 @@ def test_a_checkpoint_loaded_in_any_way_is_the_model_that_was_trained(tmp_path):
             save_file({}, place / "gate.safetensors")
         with pytest.raises(ModelError, match=words):
             lg.suppress_as_saved(plain, place)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import test_trainer_callback as tests
+import lens_geometry as lg
+out, batch = sys.argv[1], int(sys.argv[2])
+run = tests.trainer(out, lg.SuppressionCallback("value"), per_device_train_batch_size=batch, max_steps=2,
+                    gradient_checkpointing=batch == 2)
+run.train()
+Path(out, type(run.model_wrapped).__name__).touch()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_with_checkpointing_are_one_process_with_the_doubled_batch(tmp_path):
+    here = Path(__file__).parent
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+              "localhost:0"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    found = []
+    for how, name, batch in ((launch, "two", 2), ([], "one", 4)):
+        command = [sys.executable, *how, str(tmp_path / "program.py"), str(tmp_path / name), str(batch)]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        found.append(load_file(tmp_path / name / "checkpoint-2" / "model.safetensors"))
+        assert (tmp_path / name / "checkpoint-2" / "geometry.json").exists()
+    assert (tmp_path / "two" / "DistributedDataParallel").exists()
+    for weight, tensor in found[0].items():
+        assert torch.allclose(tensor, found[1][weight], atol=1e-4), weight  # steps are 1e-2
 
 
 @pytest.mark.slow
