@@ -164,7 +164,8 @@ def test_evaluations_are_under_the_edit_and_it_stays_or_goes_by_choice(tmp_path,
     assert run.evaluate()["eval_loss"] == pytest.approx(bare, rel=1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_and_accumulation_change_nothing_but_rounding(tmp_path, reentrant):
     found = []
     for settings in (
