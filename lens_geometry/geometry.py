@@ -456,6 +456,10 @@ def _coefficient(u: Tensor, r: Tensor, norm: Tensor | None = None) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):  # it would compute this product, of all that is done here, in half precision
+        with torch.autocast(kind, enabled=False):
+            return _dot(a, b)
     product: Tensor = torch.linalg.vecdot(a, b)
     return product.unsqueeze(-1)
 

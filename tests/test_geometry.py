@@ -344,3 +344,12 @@ def test_gradients_are_finite_where_something_is_zero_or_all_parallel(u, r, size
         scale_components(leaves[0], against(*leaves), scale).sum().backward()
         assert all(torch.isfinite(leaf.grad).all() for leaf in (*leaves, scale) if leaf.grad is not None)
         assert leaves[0].grad is not None
+
+
+def test_autocast_changes_no_digit_of_the_float32_arithmetic():
+    generator = torch.Generator().manual_seed(0)
+    u, r = torch.randn(2, 5, 64, generator=generator)
+    expected = scale_components(u, r, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scale_components(u, r, 0.0), expected)
+        assert torch.equal(scale_components(u.bfloat16(), r, 0.0), scale_components(u.bfloat16(), r, 0.0).bfloat16())
