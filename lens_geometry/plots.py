@@ -193,4 +193,5 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "pathway_repair": repair_figure,
     "mediators": mediators_figure,
     "train": run_figure,
+    "cost": table_figure,
 }
