@@ -253,13 +253,43 @@ def carried_hooks(model: Any, *, permanent: bool = True) -> list[str]:
     """Names of the hook points that somebody left hooks on, or those that did not make them permanent.
 
     TransformerLens itself has permanent ones: on a bridge of 4.x, for an OPT model, they show the MLP's input.
+    Hooks of `attach_for_good` belong to the model and are not among them.
     """
     points = {id(point): point for point in hook_points(model).values()}
     return sorted(
         str(point.name)
         for point in points.values()
-        if any(permanent or not handle.is_permanent for handle in point.fwd_hooks)
+        if any((permanent or not handle.is_permanent) and not _belongs(handle) for handle in point.fwd_hooks)
     )
+
+
+def attach_for_good(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+    """Make hooks part of a model: permanent, before all later ones, and nobody's leftovers.
+
+    `reset_hooks()` leaves them; `alone` does where it is asked to. Raises HookError as `attached` does.
+    """
+    points = hook_points(model)
+    for name, fn in hooks:
+        fn.of_the_model = True  # type: ignore[attr-defined]
+        _point(points, name).add_hook(fn, dir="fwd", is_permanent=True)
+
+
+def own_hooks(model: Any) -> int:
+    """How many hooks of `attach_for_good` are on the model."""
+    points = {id(point): point for point in hook_points(model).values()}
+    return sum(_belongs(handle) for point in points.values() for handle in point.fwd_hooks)
+
+
+def _belongs(handle: Any) -> bool:
+    return getattr(handle.user_hook, "of_the_model", False)
+
+
+def _point(points: Mapping[str, Any], name: str) -> Any:
+    if name in points:
+        return points[name]
+    near = difflib.get_close_matches(name, points, n=1)
+    cure = f"did you mean {near[0]}?" if near else "see model.hook_dict for the names it has"
+    raise HookError("this model has no such hook", where=name, cure=cure)
 
 
 def probe_tokens(model: Any, batch: int = 2, length: int = 6) -> Int[Tensor, "batch pos"]:
@@ -280,15 +310,9 @@ def attached(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> Ite
     handles: list[tuple[Any, Any]] = []
     try:
         for name, fn in hooks:
-            if name not in points:
-                near = difflib.get_close_matches(name, points, n=1)
-                raise HookError(
-                    "this model has no such hook",
-                    where=name,
-                    cure=f"did you mean {near[0]}?" if near else "see model.hook_dict for the names it has",
-                )
-            points[name].add_hook(fn, dir="fwd")
-            handles.append((points[name], points[name].fwd_hooks[-1]))
+            point = _point(points, name)
+            point.add_hook(fn, dir="fwd")
+            handles.append((point, point.fwd_hooks[-1]))
         yield
     finally:
         for point, handle in handles:
@@ -297,12 +321,16 @@ def attached(model: Any, hooks: Iterable[tuple[str, Callable[..., Any]]]) -> Ite
 
 
 @contextmanager
-def alone(points: Mapping[str, Any]) -> Iterator[None]:
-    """Without anybody else's hooks: they would be measured as the model, and see a pass that is not theirs."""
+def alone(points: Mapping[str, Any], *, bare: bool = True) -> Iterator[None]:
+    """Without anybody else's hooks: they would be measured as the model, and see a pass that is not theirs.
+
+    The model's own (`attach_for_good`) are off too, unless it is not to be `bare`.
+    """
     others = {id(point): (point, point._forward_hooks) for point in points.values() if point._forward_hooks}
     try:
         for point, hooks in others.values():
-            point._forward_hooks = type(hooks)()
+            own = set() if bare else {handle.hook.id for handle in point.fwd_hooks if _belongs(handle)}
+            point._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if key in own)
         yield
     finally:
         for point, hooks in others.values():

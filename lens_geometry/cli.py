@@ -60,6 +60,7 @@ from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
 from lens_geometry.training.cost import CostSettings, cost, cost_summary
+from lens_geometry.training_commands import train_command
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
@@ -77,6 +78,7 @@ class Loading:
         device: such as cpu, cuda, mps; chosen when left out.
         revision: branch, tag or commit of a Hugging Face model.
         trust_remote_code: run code that comes with a Hugging Face model.
+        without_suppression: leave out the edit that a checkpoint was trained under; its results say so.
     """
 
     model: str = DEFAULT_MODEL
@@ -85,6 +87,7 @@ class Loading:
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    without_suppression: bool = False
 
     def load(self) -> Any:
         return models.load_model(
@@ -94,6 +97,7 @@ class Loading:
             device=self.device,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            without_suppression=self.without_suppression,
         )
 
 
@@ -620,6 +624,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "dissociate": dissociate_command,
     "repair": repair_command,
     "mediators": mediators_command,
+    "train": train_command,
     "cost": cost_command,
 }
 

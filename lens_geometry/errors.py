@@ -50,3 +50,11 @@ class ResultError(LensGeometryError):
 
 class TrainingError(LensGeometryError):
     """A training run that cannot start, go on, or be trusted: settings, checkpoints, a loss that is not finite."""
+
+
+class DivergedError(TrainingError):
+    """A loss or gradient that is not finite, and the `step` at which that was seen."""
+
+    def __init__(self, problem: str, *, step: int, where: str = "", cure: str = "") -> None:
+        super().__init__(problem, where=where, cure=cure)
+        self.step = step

@@ -33,6 +33,21 @@ def from_hub(name: str, backend: str, **settings: Any) -> Any:
         return hooked_class().from_pretrained_no_processing(name, **given)
 
 
+def hub_file(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a hub model, in the hub's cache; None where the model has none. Raises ModelError for no answer."""
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.hf_hub_download(name, file, revision=revision))
+    except hub.errors.EntryNotFoundError as error:
+        if not isinstance(error, hub.errors.LocalEntryNotFoundError):
+            return None
+        raise ModelError(
+            f"the Hugging Face hub does not say whether the model has a {file} ({error})",
+            where=name,
+            cure="run it again, or download the model and give its directory",
+        ) from error
+
+
 def read_directory(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
     """The Hugging Face model (eager attention, as the bridge wants it) and its tokenizer or None."""
     import transformers

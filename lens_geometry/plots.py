@@ -29,7 +29,7 @@ from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
-from lens_geometry.training_plots import run_figure
+from lens_geometry.training_plots import arms_figure, run_figure
 
 __all__ = [
     "METRICS",
@@ -193,5 +193,6 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "pathway_repair": repair_figure,
     "mediators": mediators_figure,
     "train": run_figure,
+    "compare_arms": arms_figure,
     "cost": table_figure,
 }

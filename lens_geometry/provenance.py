@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 SOURCE = "lens_geometry_source"  # attribute that load_model leaves on a model: name, revision, source, ...
+SUPPRESSION = "lens_geometry_suppression"  # and what it was trained under: how to describe it as it is now
 Flag = bool | str  # True, False or "unknown"
 
 _SAMPLES = 1024  # values per parameter in the fingerprint
@@ -38,7 +39,8 @@ def describe(model: Any) -> dict[str, Any]:
     `name`, `revision`, `source`, `source_sha256`, `licence` and `path` are known for models of `load_model`;
     otherwise the name is the model's own, or says what it is, and the rest is None. `default_prepend_bos` is
     the model's own policy for text; experiments pass `prepend_bos` explicitly. `processing` maps each step to
-    True, False or "unknown".
+    True, False or "unknown". `suppression` is None, or says whether the edit that the model was trained under is
+    "attached", "left out" or "removed", and its settings.
     """
     cfg, original = model.cfg, getattr(model, "original_model", None)
     source: dict[str, Any] = model.__dict__.get(SOURCE) or {}
@@ -71,8 +73,18 @@ def describe(model: Any) -> dict[str, Any]:
         "tokenizer": None if tokenizer is None else str(tokenizer.name_or_path),
         "default_prepend_bos": getattr(cfg, "default_prepend_bos", None),
         "processing": processing(model),
+        "suppression": suppression_of(model),
         "fingerprint": fingerprint(model),
     }
+
+
+def suppression_of(model: Any) -> dict[str, Any] | None:
+    """What a model of `load_model` was trained under, and whether that is "attached", "left out" or "removed".
+
+    None for a model that brought no such edit.
+    """
+    look: Callable[[Any], dict[str, Any]] | None = model.__dict__.get(SUPPRESSION)
+    return None if look is None else look(model)
 
 
 def _own_name(model: Any, architecture: str | None) -> str:

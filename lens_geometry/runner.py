@@ -25,6 +25,7 @@ from lens_geometry.errors import DataError, DisplacementError, HookError, ModelE
 from lens_geometry.journal import Journal
 from lens_geometry.metrics import SequenceLosses, sequence_losses
 from lens_geometry.prefix import Streams, starting_at
+from lens_geometry.provenance import suppression_of
 from lens_geometry.results import jsonable, versions
 from lens_geometry.sites import SITES
 
@@ -107,6 +108,12 @@ def model_warnings(model: Any) -> list[str]:
     found = models.processing_warnings(model)
     if left:
         found.append(f"the model carries hooks of its own, which were active: {', '.join(left)}")
+    suppression = suppression_of(model)
+    if suppression is not None and suppression["status"] != "attached":
+        found.append(
+            f"the suppression that this model was trained under was {suppression['status']}: its numbers are not those "
+            "of the model that was trained"
+        )
     return found
 
 
@@ -242,6 +249,7 @@ def identity_of_run(model: Any, tokens: Tokens, settings: Any, *, free: Iterable
     Nor do the `free` settings, which say what is run, not how: the conditions' keys hold them.
     """
     about = models.describe(model)
+    suppressed = {} if about["suppression"] is None else {"suppression": about["suppression"]}
     kept = {key: value for key, value in asdict(settings).items() if key not in ("progress", "batch_size", *free)}
     return {
         "model_fingerprint": about["fingerprint"],
@@ -252,6 +260,7 @@ def identity_of_run(model: Any, tokens: Tokens, settings: Any, *, free: Iterable
         "tokens_sha256": tokens.meta["tokens_sha256"],
         "n_tokens": tokens.meta["n_tokens"],
         "scored_sha256": tokens.meta.get("scored_sha256"),
+        **suppressed,
         "versions": {
             name: v
             for name, v in versions().items()

@@ -230,3 +230,20 @@ def repair_summary(table: pd.DataFrame) -> str:
             named = [f"{row.layer}.{row.head} {row.recovery:.1%} ({row.displacement:g})" for row in best.itertuples()]
             lines.append(f"{kind}: single heads (layer.head) that give most back: {', '.join(named)}")
     return "\n".join(lines)
+
+
+def training_summary(table: pd.DataFrame) -> str:
+    """Every arm at the end: its loss on held-out documents, and what it is better or worse than the baseline."""
+    lines = [f"{'arm':<20}{'at':<14}{'held-out loss':>14}{'change [95 %]':>28}{'seconds':>10}  seeds"]
+    for _, row in table[table["kind"] == "final"].iterrows():
+        if row.status != "done":
+            lines.append(f"{row.arm:<20}no run came to its end ({row.n_diverged} diverged)")
+            continue
+        change = _with_interval(row, "change", "{:+.4f}")
+        seeds = f"{row.n_seeds}" + (f", {row.n_diverged} diverged" if row.n_diverged else "")
+        lines.append(f"{row.arm:<20}{row['at']:<14}{row.held_out_loss:>14.4f}{change:>28}{row.seconds:>10.0f}  {seeds}")
+    lines.append("before the first step, with the arm's edit and without it (equal weights, hence equal without):")
+    first = table[table["kind"] == "first"]
+    for name, rows in first.groupby("arm", sort=False):
+        lines.append(f"{name:<20}{rows['held_out_loss'].mean():.4f} with, {rows['bare_loss'].mean():.4f} without")
+    return "\n".join(lines)

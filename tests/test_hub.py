@@ -17,7 +17,9 @@ import torch
 import zoo
 
 from lens_geometry import bundled, loaders, models
+from lens_geometry.edits.suppressing import Suppression, Suppressor
 from lens_geometry.errors import ModelError
+from lens_geometry.suppressed import save_suppression
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +90,7 @@ def test_a_hub_name_is_booted_with_what_was_asked(hub: Callable[[str], None], mo
             return zoo.build("llama_gqa", fresh=True)
 
     monkeypatch.setattr(loaders, "bridge_class", lambda: Bridge)
+    monkeypatch.setattr(loaders, "hub_file", lambda *_: None)
     model = models.load_model("org/name", dtype="bfloat16", device="cpu", revision="v1")
     assert asked == {
         "name": "org/name",
@@ -99,6 +102,28 @@ def test_a_hub_name_is_booted_with_what_was_asked(hub: Callable[[str], None], mo
     about = models.describe(model)
     assert (about["name"], about["revision"]) == ("org/name", "v1")
     assert about["source"].endswith("/org/name")
+
+
+def test_the_edit_that_a_hub_model_was_trained_under_is_fetched_with_it(
+    tmp_path: Path, hub: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub("up")
+    save_suppression(tmp_path, Suppressor(zoo.build("llama_gqa"), Suppression("value")))
+    files = {"geometry.json": tmp_path / "geometry.json", "gate.safetensors": None}
+    monkeypatch.setattr(loaders, "from_hub", lambda *_, **__: zoo.build("llama_gqa", fresh=True))
+    monkeypatch.setattr(loaders, "hub_file", lambda name, file, revision: files[file])
+    assert models.describe(models.load_model("org/name"))["suppression"]["status"] == "attached"
+    about = models.describe(models.load_model("org/name", without_suppression=True))
+    assert about["suppression"]["status"] == "left out"
+
+
+def test_a_hub_that_does_not_say_whether_there_is_an_edit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any, **__: Any) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", silent)
+    with pytest.raises(ModelError, match=r"does not say whether.*geometry\.json"):
+        loaders.hub_file("org/name", "geometry.json", None)
 
 
 def test_a_name_that_the_hub_does_not_know_is_one_clear_error(

@@ -18,10 +18,11 @@ import pandas as pd
 import pytest
 import torch
 
-from lens_geometry import loaders
+from lens_geometry import loaders, summaries
 from lens_geometry.errors import TrainingError
 from lens_geometry.training import Shape, TrainingConfig, arm, prepare_tokens, train, trainer
 from lens_geometry.training import checkpoint as saved
+from lens_geometry.training.comparison import compare_arms
 from lens_geometry.training.data import batch_numbers, open_tokens
 from lens_geometry.training.model import (
     build_model,
@@ -30,6 +31,7 @@ from lens_geometry.training.model import (
     open_model,
     save_model,
 )
+from lens_geometry.training_plots import arms_figure
 
 BACKENDS = ("bridge", "hooked") if loaders.hooked_class() else ("bridge",)
 TINY = Shape(n_layers=2, n_heads=4, n_key_value_heads=2, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
@@ -168,7 +170,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert (last[0] / "model.safetensors").read_bytes() == (last[1] / "model.safetensors").read_bytes()
 
 
-def test_a_finished_run_is_read_and_not_run_again(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["baseline", "value"])
+def test_a_finished_run_is_read_and_not_run_again(
+    config: TrainingConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, suppression=arm(name))
     first = train(config)
     monkeypatch.setattr(trainer, "backward", lambda *_: pytest.fail("trained again"))
     again = train(config)
@@ -237,6 +243,54 @@ def test_accumulated_parts_make_the_same_step_as_the_whole_batch(config: Trainin
     train(parts)
     one, other = ([line["loss"] for line in curve(run) if "loss" in line] for run in (config, parts))
     np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_arms_are_compared_pair_by_pair_from_equal_weights_on_equal_batches(config: TrainingConfig) -> None:
+    result = compare_arms(config, ["value", "attn:0.5"], seeds=2)
+    table = result.table
+    final = table[(table["kind"] == "final") & (table["at"] == "equal tokens")].set_index("arm")
+    for name in ("baseline", "value", "attn:0.5"):
+        runs = [train(replace(config, out=f"{config.out}/{name.replace(':', '-')}-seed{seed}", seed_weights=seed,
+                              seed_batches=seed, suppression=arm(name))) for seed in (0, 1)]  # fmt: skip
+        losses = [run.meta["held_out_loss"] for run in runs]
+        assert final.loc[name, "held_out_loss"] == pytest.approx(np.mean(losses), abs=1e-9)
+        assert final.loc[name, "change"] == pytest.approx(
+            final.loc[name, "held_out_loss"] - final.loc["baseline", "held_out_loss"], abs=1e-9
+        )
+    assert final.loc["value", "change_low"] <= final.loc["value", "change"] <= final.loc["value", "change_high"]
+    first = table[table["kind"] == "first"]
+    assert first.groupby("seed")["bare_loss"].nunique().eq(1).all()
+    value = first[first["arm"] == "value"]
+    assert (value["held_out_loss"] != value["bare_loss"]).all()
+    baseline = first[first["arm"] == "baseline"]
+    assert (baseline["held_out_loss"] == baseline["bare_loss"]).all()
+    assert len(arms_figure(table).data) > 6
+    assert "attn:0.5" in summaries.training_summary(table)
+
+
+def test_an_arm_that_diverges_is_counted_and_the_others_go_on(
+    config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = trainer.backward
+
+    def broken(model: Any, suppressor: Any, *rest: Any) -> float:
+        return math.nan if suppressor.hooks else step(model, suppressor, *rest)
+
+    monkeypatch.setattr(trainer, "backward", broken)
+    table = compare_arms(config, ["value"]).table
+    final = table[(table["kind"] == "final")].set_index("arm")
+    assert final.loc["value", "n_diverged"] == 1
+    assert final.loc["value", "status"] == "diverged"
+    assert "diverged" in summaries.training_summary(table)
+    assert table[table["arm"] == "value"]["status"].str.startswith("diverged").all()
+
+
+def test_runs_that_saw_other_batches_are_not_compared(config: TrainingConfig) -> None:
+    compare_arms(config, ["value"])
+    path = Path(config.out) / "value-seed0" / saved.CURVE
+    path.write_text(path.read_text().replace('"batch": "', '"batch": "x'))
+    with pytest.raises(TrainingError, match="differ in batch"):
+        compare_arms(config, ["value"])
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,14 @@ def check_when(when: str, batch: Batch | None, site: str) -> None:
         )
 
 
+class SharedNoise(Batch):
+    """Every sequence has the same noise, whatever batch it is run in and whoever runs it."""
+
+    def numbers(self, rows: int) -> Sequence[int]:
+        """One number for all."""
+        return [-1] * rows
+
+
 def sequence_generator(seed: int, layer: int, sequence: int) -> torch.Generator:
     """The random generator of one sequence at one layer, on the CPU: the same on every machine."""
     digest = blake2b(f"{seed}/{layer}/{sequence}".encode(), digest_size=8).digest()
@@ -95,8 +103,11 @@ def sequence_generator(seed: int, layer: int, sequence: int) -> torch.Generator:
 
 def normal_noise(like: Tensor, batch: Batch, seed: int, layer: int) -> Tensor:
     """Standard normal noise of the shape and on the device of `like` [batch, ...], float32 or float64."""
-    rows = [torch.randn(like.shape[1:], generator=g) for g in batch.generators(len(like), seed, layer)]
-    return torch.stack(rows).to(like.device, torch.promote_types(like.dtype, torch.float32))
+    numbers = batch.numbers(len(like))
+    drawn = {
+        n: torch.randn(like.shape[1:], generator=sequence_generator(seed, layer, n)) for n in dict.fromkeys(numbers)
+    }
+    return torch.stack([drawn[n] for n in numbers]).to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def earlier_tokens(

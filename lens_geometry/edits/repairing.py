@@ -50,7 +50,7 @@ def clean_run(
 
 
 def keep_activations(model: Any, ids: Int[Tensor, "batch pos"], names: Iterable[str]) -> dict[str, Tensor]:
-    """One pass without anybody's hooks; the activations of the named ones."""
+    """One pass without anybody's hooks but the model's own; the activations of the named ones."""
     kept: dict[str, Tensor] = {}
 
     def keeper(name: str) -> HookFn:
@@ -59,7 +59,8 @@ def keep_activations(model: Any, ids: Int[Tensor, "batch pos"], names: Iterable[
 
         return keep
 
-    with torch.no_grad(), alone(hook_points(model)), attached(model, [(name, keeper(name)) for name in names]):
+    hooks = [(name, keeper(name)) for name in names]
+    with torch.no_grad(), alone(hook_points(model), bare=False), attached(model, hooks):
         model(ids, return_type=None)
     return kept
 

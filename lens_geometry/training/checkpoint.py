@@ -146,6 +146,18 @@ def same_run(now: dict[str, Any], before: dict[str, Any], where: Path) -> None:
         )
 
 
+def read_curve(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's curve; a last one that a kill has cut is left out."""
+    path = run / CURVE
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
 class Curve:
     """The run's `curve.jsonl`: a line for every training step and every evaluation, on disk as it goes."""
 
@@ -155,15 +167,11 @@ class Curve:
         Of several processes one writes; the others know the same lines.
         """
         self.path, self.writes = path, write
-        self.lines: list[dict[str, Any]] = []
-        if path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:  # killed while writing it
-                    break
-                if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0):
-                    self.lines.append(line)
+        self.lines = [
+            line
+            for line in read_curve(path.parent)
+            if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0)
+        ]
         self._write("".join(json.dumps(line) + "\n" for line in self.lines), "w")
 
     def add(self, line: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lens_geometry.edits import applied
-from lens_geometry.errors import TrainingError
+from lens_geometry.errors import DivergedError, TrainingError
 from lens_geometry.models import describe
 from lens_geometry.results import Result, jsonable, replace_file, versions
 from lens_geometry.runner import bar
@@ -66,8 +66,8 @@ def train(config: TrainingConfig) -> Result:
     model without its edit, the same for every arm that starts from these weights.
 
     Raises:
-        TrainingError: settings that do not fit, another run in the same directory, a checkpoint that cannot be written,
-            or a loss that is not finite (with the step, the batch's hash and the last good checkpoint).
+        TrainingError: settings that do not fit, another run in the same directory, a checkpoint that cannot be written.
+        DivergedError: a loss that is not finite, with the step, the batch's hash and the last good checkpoint.
         DataError: tokens that cannot be used.
         HookError: an edit that did nothing.
     """
@@ -99,7 +99,8 @@ def train(config: TrainingConfig) -> Result:
         curve.add({"step": 0, "tokens": 0, "bare_held_out_loss": evaluate(model, suppressor, held_out, config)[0]})
 
     model.train()
-    edited = applied(model, suppressor.hooks) if suppressor.hooks else nullcontext()
+    to_do = state["step"] < config.steps
+    edited = applied(model, suppressor.hooks) if suppressor.hooks and to_do else nullcontext()
     with edited, bar(config.steps, "training", config.progress and team.first) as progress:
         progress.update(state["step"])
         for step in range(state["step"], config.steps + 1):
@@ -114,7 +115,7 @@ def train(config: TrainingConfig) -> Result:
                 whole = {
                     **state,
                     "config": config.as_dict(),
-                    "tokens": tokens.meta["tokens_sha256"],
+                    "tokens_sha256": sha,
                     "versions": versions(),
                 }
                 moments = saved.optimizer_tensors(optimizer, kept=team.first)
@@ -269,11 +270,12 @@ def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
     return saved.newest_checkpoint(run)
 
 
-def not_finite(step: int, loss: float, norm: float, batch: str, last: Path | None) -> TrainingError:
+def not_finite(step: int, loss: float, norm: float, batch: str, last: Path | None) -> DivergedError:
     """What to say when training has broken down."""
     kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-    return TrainingError(
+    return DivergedError(
         f"the loss is {loss} and the gradient's norm {norm}; {kept}",
+        step=step,
         where=f"step {step}, batch {batch}",
         cure="a smaller lr, a longer warm_up, or no autocast; then begin anew in another --out",
     )
