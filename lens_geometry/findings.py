@@ -21,6 +21,7 @@ NO_CONTROLS = "How removing the parallel part compares with its controls was not
 NO_HEADS = "What single heads cost was not measured."
 NO_REPAIR = "No repair of a pathway has a recovery: the damage could not be told from 0, or not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
+NO_ARMS = "No arm came to its end beside the baseline."
 NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
@@ -35,9 +36,10 @@ def findings(results: Sequence[Result]) -> list[str]:
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
     single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
     size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
-    displacements grow over several pushes (mediators). Taken from the first result of each kind; what such a result
-    does not hold is said not to be measured. To cost more is to have the higher change of loss. Two changes are called
-    different only where their 95 % intervals are apart, or where one of them has no interval, which is then said.
+    displacements grow over several pushes (mediators); what training without a part does (arms). Taken from the
+    first result of each kind; what such a result does not hold is said not to be measured. To cost more is to have
+    the higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where
+    one of them has no interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
@@ -230,6 +232,29 @@ def mediators_sentence(table: pd.DataFrame) -> str:
     )
 
 
+def arms_sentence(table: pd.DataFrame) -> str:
+    """Which arms end with a lower or a higher loss than the baseline, at equal tokens."""
+    require(table, "kind arm at change change_low change_high n_seeds", "compare_arms")
+    ends = table[(table["kind"] == "final") & (table["at"] == "equal tokens") & (table["arm"] != "baseline")]
+    ends = ends[ends["change"].notna()]
+    if ends.empty:
+        return NO_ARMS
+    words = []
+    for verdict_words, rows in (
+        ("a lower loss", ends[ends["change_high"] < 0]),
+        ("a higher loss", ends[ends["change_low"] > 0]),
+        ("a loss that cannot be told from it", ends[(ends["change_low"] <= 0) & (ends["change_high"] >= 0)]),
+    ):
+        if len(rows):
+            arms = [
+                f"{row['arm']} ({interval(row['change'], row['change_low'], row['change_high'], signed=True)})"
+                for _, row in rows.iterrows()
+            ]
+            words.append(f"{_join(arms)} with {verdict_words}")
+    seeds = int(ends["n_seeds"].max())
+    return f"Trained on equal tokens from equal weights ({seeds} seeds), beside the baseline end {'; '.join(words)}."
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
@@ -239,6 +264,7 @@ SENTENCES = {
     "dissociation": (dissociation_sentence,),
     "pathway_repair": (repair_sentence,),
     "mediators": (mediators_sentence,),
+    "compare_arms": (arms_sentence,),
 }
 Change = tuple[float, float, float]
 

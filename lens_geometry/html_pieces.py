@@ -69,14 +69,24 @@ def definitions(meanings: Mapping[str, str]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def plot(drawn: go.Figure, key: str, title: str, caption: str, *, quantity: str = "", switched: bool = True) -> str:
+def plot(
+    drawn: go.Figure,
+    key: str,
+    title: str,
+    caption: str,
+    *,
+    quantity: str = "",
+    switched: bool = True,
+    legend: bool = False,
+) -> str:
     """A figure of one panel. Title and caption become text of the page, where they wrap and are read aloud.
 
-    `quantity` is the radio button that shows it, `switched` whether the section's check boxes act on it.
+    `quantity` is the radio button that shows it, `switched` whether the section's check boxes act on it, `legend`
+    whether it keeps its own legend, where neither switches nor the caption say what a line is.
     """
-    margin = {"l": 52, "r": 14, "t": 14, "b": 44}
+    margin = {"l": 52, "r": 14, "t": 14, "b": 84 if legend else 44}
     drawn.layout.annotations = ()
-    drawn.update_layout(title=None, showlegend=False, dragmode=False, margin=margin)
+    drawn.update_layout(title=None, showlegend=legend, dragmode=False, margin=margin)
     drawn.update_layout(height=int(drawn.layout.height) - 110)
     flags = f' data-quantity="{text(quantity)}"' if quantity else ""
     reached = ' data-switched="yes"' if switched else ""

@@ -33,7 +33,7 @@ SHAPE = {  # of the model, in words
     "dtype": "{}",
 }
 # experiments whose data are no text that others could share
-OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate")
+OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate", "train", "compare_arms")
 PACKAGES = ("python", "torch", "transformer-lens", "transformers")
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -107,6 +109,27 @@ def jsonable(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         return jsonable(value.item())
     return str(value)
+
+
+@contextlib.contextmanager
+def alone(directory: Path, doing: str) -> Iterator[None]:
+    """Make a directory and hold its lock while something is done there. Raises ResultError where it is held."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(directory / ".lock")
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise ResultError(
+            f"another process is {doing} in this directory", where=str(directory), cure="wait for it, or choose another"
+        ) from error
+    except OSError as error:
+        raise ResultError(
+            f"the directory cannot be written ({error.strerror or error})", where=str(directory), cure="choose another"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:

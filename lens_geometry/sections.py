@@ -20,6 +20,7 @@ from lens_geometry.pair_sections import pairs_section
 from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
+from lens_geometry.training_sections import arms_section, run_section
 
 SIZES = {"n_sequences": "sequences", "n_tokens": "tokens", "n_documents": "documents"}  # of the text, in words
 TITLES = {
@@ -38,6 +39,8 @@ TITLES = {
     "dissociation": "Direction against magnitude",
     "pathway_repair": "Pathway repair",
     "mediators": "Mediators of the damage",
+    "train": "Training",
+    "compare_arms": "Training without the parallel part",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -278,6 +281,8 @@ SECTIONS = {
     "dissociation": dissociation_section,
     "pathway_repair": repair_section,
     "mediators": mediators_section,
+    "train": run_section,
+    "compare_arms": arms_section,
 }
 
 
@@ -304,6 +309,13 @@ def table_warnings(result: Result) -> list[str]:
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment == "dissociation":
         return dissociation_warnings(table)
+    if result.experiment == "compare_arms":
+        lost = table[(table["kind"] == "final") & (table["n_diverged"] > 0)].drop_duplicates("arm")
+        return [
+            f"{row.arm}: {row.n_diverged:.0f} of {row.n_seeds + row.n_diverged:.0f} runs diverged, and "
+            f"{'is' if row.n_diverged == 1 else 'are'} left out."
+            for row in lost.itertuples()
+        ]
     if result.experiment == "mediators":
         runs = table[(table["mediator"] == "loss") & table["seed"].notna()]
         words = {

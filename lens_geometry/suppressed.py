@@ -41,6 +41,10 @@ class SavedSuppression:
     parallel_now: float
     gates: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def state(self) -> dict[str, Tensor]:
+        """What `Suppressor.load` takes."""
+        return {**self.gates, "parallel_now": torch.tensor(self.parallel_now, dtype=torch.float64)}
+
     def about(self) -> dict[str, Any]:
         """For provenance: JSON's own types, the gates as a hash."""
         digest = hashlib.sha256()
@@ -117,7 +121,7 @@ def attach_suppression(model: Any, saved: SavedSuppression | None, where: str = 
         return
     try:
         suppressor = Suppressor(model, saved.suppression, batch=SharedNoise())
-        suppressor.load({**saved.gates, "parallel_now": torch.tensor(saved.parallel_now, dtype=torch.float64)})
+        suppressor.load(saved.state())
     except LensGeometryError as error:
         raise ModelError(
             f"the edit that this model was trained under does not fit it ({error.problem})",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -49,55 +51,72 @@ LOOKS = {  # the colours of Okabe and Ito, as the sites have them; a control is 
 }
 
 
-def arms_figure(table: pd.DataFrame) -> go.Figure:
+PARTS = {  # panels: title, and what is along x
+    "loss": ("loss on held-out documents (nats per token), mean over seeds", "tokens"),
+    "difference": ("difference from the baseline at equal tokens, 95 % interval", "tokens"),
+    "end": (
+        "at the end: filled at equal tokens, hollow at equal time",
+        "change of loss (nats per token); below zero the arm is better",
+    ),
+}
+
+
+def arms_figure(table: pd.DataFrame, parts: Sequence[str] = tuple(PARTS)) -> go.Figure:
     """Held-out loss of every arm, its paired difference from the baseline as it trains, and that at the end."""
     require(table, ARMS, "compare_arms")
-    titles = [
-        "loss on held-out documents (nats per token), mean over seeds",
-        "difference from the baseline at equal tokens, 95 % interval",
-        "at the end: filled at equal tokens, hollow at equal time",
-    ]
-    drawn = panels(titles, 1, height=300)
+    drawn = panels([PARTS[part][0] for part in parts], 1, height=300)
     differences = table[table["kind"] == "difference"]
-    names = list(dict.fromkeys(differences["arm"]))
-    for name in names:
-        colour, dash = LOOKS.get(name.split(":")[0], (INK, "dashdot"))
-        rows = differences[differences["arm"] == name].sort_values("tokens")
-        for panel, (column, low, high) in (
-            (1, ("held_out_loss", None, None)),
-            (2, ("change", "change_low", "change_high")),
-        ):
-            if panel == 2 and name == "baseline":
-                continue
-            text = [
-                f"{name}, {tokens:,} tokens: " + (number(y) if low is None else interval(y, a, b, signed=True))
-                for tokens, y, a, b in zip(
-                    rows["tokens"], rows[column], rows[low or column], rows[high or column], strict=True
-                )
-            ]
-            line = go.Scatter(x=rows["tokens"], y=rows[column], name=name, legendgroup=name, mode="lines")
-            line.update(line={"color": colour, "dash": dash, "width": 2}, showlegend=panel == 1)
-            drawn.add_trace(line.update(text=text, hovertemplate="%{text}<extra></extra>"), row=panel, col=1)
-            if low is not None and high is not None:
-                band = go.Scatter(x=[*rows["tokens"], *rows["tokens"][::-1]], y=[*rows[high], *rows[low][::-1]])
-                band.update(fill="toself", fillcolor=colour, opacity=0.12, line={"width": 0}, mode="lines")
-                band.update(hoverinfo="skip", showlegend=False, legendgroup=name)
-                drawn.add_trace(band, row=panel, col=1)
-    ends = table[(table["kind"] == "final") & (table["arm"] != "baseline") & table["change"].notna()]
+    names = [str(name) for name in dict.fromkeys(differences["arm"])]
+    for row, part in enumerate(parts, 1):
+        if part == "end":
+            _ends(drawn, table, [name for name in names if name != "baseline"], row)
+        else:
+            for name in names:
+                rows = differences[differences["arm"] == name].sort_values("tokens")
+                if part == "loss" or name != "baseline":
+                    _curve(drawn, rows, name, part, row, legend=row == 1)
+        drawn.update_xaxes(title_text=PARTS[part][1], row=row, col=1)
+    return drawn
+
+
+def look_of(name: str) -> tuple[str, str]:
+    """Colour and dash of an arm, whatever its scale."""
+    return LOOKS.get(name.split(":")[0], (INK, "dashdot"))
+
+
+def _curve(drawn: go.Figure, rows: pd.DataFrame, name: str, part: str, place: int, *, legend: bool) -> None:
+    """One arm's line, with a band where it is a difference."""
+    colour, dash = look_of(name)
+    if part == "loss":
+        values, words = rows["held_out_loss"], [number(value) for value in rows["held_out_loss"]]
+    else:
+        values, low, high = (rows[f"change{end}"] for end in ("", "_low", "_high"))
+        words = [interval(*ends, signed=True) for ends in zip(values, low, high, strict=True)]
+        band = go.Scatter(x=[*rows["tokens"], *rows["tokens"][::-1]], y=[*high, *low[::-1]], mode="lines")
+        band.update(fill="toself", fillcolor=colour, opacity=0.12, line={"width": 0})
+        drawn.add_trace(band.update(hoverinfo="skip", showlegend=False, legendgroup=name), row=place, col=1)
+    text = [f"{name}, {tokens:,} tokens: {word}" for tokens, word in zip(rows["tokens"], words, strict=True)]
+    line = go.Scatter(x=rows["tokens"], y=values, name=name, legendgroup=name, mode="lines", text=text)
+    line.update(line={"color": colour, "dash": dash, "width": 2}, showlegend=legend)
+    drawn.add_trace(line.update(hovertemplate="%{text}<extra></extra>"), row=place, col=1)
+
+
+def _ends(drawn: go.Figure, table: pd.DataFrame, names: list[str], place: int) -> None:
+    """Every arm's change at the end, at equal tokens and at equal time."""
+    ends = table[(table["kind"] == "final") & table["arm"].isin(names) & table["change"].notna()]
     for at, symbol, shift in (("equal tokens", "circle", -0.12), ("equal time", "circle-open", 0.12)):
         rows = ends[ends["at"] == at]
         places = [names.index(name) + shift for name in rows["arm"]]
-        colours = [LOOKS.get(name.split(":")[0], (INK, ""))[0] for name in rows["arm"]]
         text = [
-            f"{row.arm}, {at}: {interval(row.change, row.change_low, row.change_high, signed=True)}"
-            for row in rows.itertuples()
+            f"{row['arm']}, {at}: {interval(row['change'], row['change_low'], row['change_high'], signed=True)}"
+            for _, row in rows.iterrows()
         ]
         dots = go.Scatter(x=rows["change"], y=places, mode="markers", name=at, text=text, showlegend=False)
+        colours = [look_of(name)[0] for name in rows["arm"]]
         dots.update(marker={"color": colours, "symbol": symbol, "size": 9, "line": {"width": 1.5}})
         up, down = rows["change_high"] - rows["change"], rows["change"] - rows["change_low"]
-        dots.update(error_x={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 0})
-        drawn.add_trace(dots.update(hovertemplate="%{text}<extra></extra>"), row=3, col=1)
-    ticks = {"tickvals": list(range(1, len(names))), "ticktext": names[1:]}
-    drawn.update_yaxes(**ticks, range=[len(names) - 0.5, 0.5], row=3, col=1)
-    drawn.update_xaxes(title_text="tokens", row=2, col=1)
-    return drawn.update_xaxes(title_text="change of loss (nats per token); below zero the arm is better", row=3, col=1)
+        bars = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 0, "color": INK}
+        dots.update(error_x=bars, hovertemplate="%{text}<extra></extra>")
+        drawn.add_trace(dots, row=place, col=1)
+    ticks = {"tickvals": list(range(len(names))), "ticktext": names}
+    drawn.update_yaxes(**ticks, range=[len(names) - 0.5, -0.5], row=place, col=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 from lens_geometry import loaders, summaries
-from lens_geometry.errors import TrainingError
+from lens_geometry.errors import ResultError, TrainingError
+from lens_geometry.results import alone
 from lens_geometry.training import Shape, TrainingConfig, arm, prepare_tokens, train, trainer
 from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.comparison import compare_arms
@@ -133,8 +135,8 @@ def test_a_run_without_an_edit_is_plain_training_bit_for_bit(config: TrainingCon
     for step in range(config.steps):
         ids, scored = windows.batch(batch_numbers(len(windows), 0, step, 4))
         logits = model(ids[:, :-1], return_type="logits")
-        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = each[scored.flatten()].sum() / scored.sum()
+        targets = torch.where(scored, ids[:, 1:], -100)
+        loss = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none").sum() / int(scored.sum())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -142,7 +144,7 @@ def test_a_run_without_an_edit_is_plain_training_bit_for_bit(config: TrainingCon
             group["lr"] = trainer.learning_rate(step, config)
         optimizer.step()
         plain.append(loss.item())
-    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    assert losses == plain
     assert losses[-1] < losses[0]
 
 
@@ -181,6 +183,11 @@ def test_a_finished_run_is_read_and_not_run_again(
     pd.testing.assert_frame_equal(first.table, again.table)
 
 
+def test_two_processes_do_not_train_in_one_directory(config: TrainingConfig) -> None:
+    with alone(Path(config.out), "training"), pytest.raises(ResultError, match="another process is training"):
+        train(config)
+
+
 def test_other_settings_in_the_same_directory_are_refused_by_name(config: TrainingConfig) -> None:
     train(config)
     with pytest.raises(TrainingError, match=r"differs in lr, steps .*config.json"):
@@ -208,6 +215,18 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     train(config)
     train(whole)
     assert curve(config) == curve(whole)
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_no_checkpoint(config: TrainingConfig) -> None:
+    train(config)
+    whole = saved.newest_checkpoint(Path(config.out))
+    assert whole is not None
+    shutil.copytree(whole, whole.with_name(".step-00000008.unfinished"))
+    half = shutil.copytree(whole, whole.with_name("step-00000009"))
+    (half / "lens_geometry.json").unlink()
+    assert saved.newest_checkpoint(Path(config.out)) == whole
+    saved.remove_old(Path(config.out), 2)
+    assert not list(whole.parent.glob(".*"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(config: TrainingConfig) -> None:

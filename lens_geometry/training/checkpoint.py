@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from lens_geometry import cache
 from lens_geometry.errors import TrainingError
+from lens_geometry.suppressed import save_suppression
 from lens_geometry.training.config import MAY_CHANGE, Shape
 from lens_geometry.training.model import save_model
 from lens_geometry.training.processes import shared_like, whole
 from lens_geometry.training.suppression import Suppressor
 
 STATE, OPTIMIZER, CURVE, CONFIG = "trainer.json", "optimizer.safetensors", "curve.jsonl", "config.json"
-GEOMETRY, GATES = "geometry.json", "gate.safetensors"
 RETRY = "free space, and run the same command again: it goes on from the last checkpoint"
 
 
@@ -47,7 +47,7 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_model(model, shape, unfinished, tokenizer)
-        save_suppression(suppressor, unfinished)
+        save_suppression(unfinished, suppressor)
         save_file(moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
@@ -66,22 +66,6 @@ def save_checkpoint(
             cure=RETRY,
         ) from error
     return target
-
-
-def save_suppression(suppressor: Suppressor, directory: Path) -> None:
-    """Write `geometry.json`, the edit that the weights were trained under, and the gates' vectors beside it."""
-    state = suppressor.state()
-    parallel_now = float(state.pop("parallel_now"))
-    if state:
-        save_file(state, directory / GATES)
-    about = {"format": 1, "suppression": suppressor.suppression.as_dict(), "parallel_now": parallel_now}
-    (directory / GEOMETRY).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-
-
-def load_suppression(suppressor: Suppressor, directory: Path) -> None:
-    """Put back the gates' vectors; the schedule's scale comes from the step."""
-    if suppressor.parameters:
-        suppressor.load(load_file(directory / GATES))
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -16,8 +16,9 @@ from lens_geometry.results import Result, jsonable, versions
 from lens_geometry.stats import two_way_interval
 from lens_geometry.training.checkpoint import read_curve
 from lens_geometry.training.config import TrainingConfig
+from lens_geometry.training.data import open_tokens
 from lens_geometry.training.suppression import arm
-from lens_geometry.training.trainer import train
+from lens_geometry.training.trainer import about_tokens, train
 
 Clock = Literal["seconds", "cpu_seconds"]
 BASELINE = "baseline"
@@ -75,8 +76,11 @@ def compare_arms(
             rows += _evaluations(name, seed, curve, clock, status)
         _check_equal(names, seed, runs)
     rows += _differences(names, range(first_seed, first_seed + seeds), runs, clock, config)
+    tokens = open_tokens(config.tokens)
     meta = {
         "config": config.as_dict(),
+        "model": {"name": config.shape.words()},
+        "data": about_tokens(tokens),
         "arms": {name: chosen[name].as_dict() for name in names},
         "seeds": list(range(first_seed, first_seed + seeds)),
         "clock": clock,

@@ -68,6 +68,11 @@ class Shape:
     def d_head(self) -> int:
         return self.d_model // self.n_heads
 
+    def words(self) -> str:
+        """A name for a model of this shape."""
+        norm = {"RMS": "RMSNorm", "LN": "LayerNorm"}[self.norm]
+        return f"{self.n_layers} layers, d_model {self.d_model}, {norm}"
+
 
 @dataclass(frozen=True)
 class TrainingConfig:

@@ -31,8 +31,9 @@ from torch.nn import functional
 from lens_geometry.edits import applied
 from lens_geometry.errors import DivergedError, TrainingError
 from lens_geometry.models import describe
-from lens_geometry.results import Result, jsonable, replace_file, versions
+from lens_geometry.results import Result, alone, jsonable, replace_file, versions
 from lens_geometry.runner import bar
+from lens_geometry.suppressed import read_suppression
 from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.data import TokenFiles, Windows, batch_numbers, open_tokens
@@ -70,10 +71,16 @@ def train(config: TrainingConfig) -> Result:
         DivergedError: a loss that is not finite, with the step, the batch's hash and the last good checkpoint.
         DataError: tokens that cannot be used.
         HookError: an edit that did nothing.
+        ResultError: another process trains there, or the directory cannot be written.
     """
+    team = join(config.sharding, config.device)
+    with alone(Path(config.out), "training") if team.first else nullcontext():
+        return _train(config, team)
+
+
+def _train(config: TrainingConfig, team: Processes) -> Result:
     tokens = open_tokens(config.tokens)
     training, held_out = (part.windows(config.shape.n_ctx) for part in (tokens.train, tokens.held_out))
-    team = join(config.sharding, config.device)
     check_fit(config, tokens, training)
     check_parts(config.batch_size, config.accumulation, team)
     run, device = Path(config.out), team.device or torch.device(default_device())
@@ -91,7 +98,8 @@ def train(config: TrainingConfig) -> Result:
     shared = share(model, team)
     optimizer = make_optimizer(model, suppressor, config)
     if last is not None:
-        saved.load_suppression(suppressor, last)
+        edit = read_suppression(last)
+        suppressor.load(edit.state() if edit else {})
         saved.load_optimizer(optimizer, last)
     with first_in_turn(team):
         curve = saved.Curve(run / saved.CURVE, state["step"], write=team.first)
@@ -255,9 +263,8 @@ def check_fit(config: TrainingConfig, tokens: TokenFiles, training: Windows) -> 
 
 
 def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
-    """Make the run's directory, or see that it is this run's; the checkpoint that it goes on from."""
+    """Write the run's settings, or see that it is this run; the checkpoint that it goes on from."""
     try:
-        run.mkdir(parents=True, exist_ok=True)
         path, settings = run / saved.CONFIG, {**config.as_dict(), "tokens_sha256": tokens.meta["tokens_sha256"]}
         if path.exists():
             saved.same_run(jsonable(settings), json.loads(path.read_text(encoding="utf-8")), path)
@@ -292,12 +299,13 @@ def finish(
     """The run's result, also saved in its directory. Without a model the last checkpoint's is described."""
     last = saved.newest_checkpoint(run)
     assert last is not None  # the loop ends with one
+    model = open_model(last, config.backend) if model is None else model
     table = pd.DataFrame([{k: v for k, v in line.items() if k != "per_sequence"} for line in curve.lines])
     final = next(line for line in reversed(curve.lines) if "held_out_loss" in line)
     meta = {
         "config": config.as_dict(),
-        "model": describe(open_model(last, config.backend) if model is None else model),
-        "data": tokens.meta,
+        "model": {**describe(model), "name": config.shape.words()},
+        "data": about_tokens(tokens),
         "versions": versions(),
         "held_out_loss": final["held_out_loss"],
         "seconds": final["seconds"],
@@ -307,3 +315,9 @@ def finish(
     if write:
         result.save(run)
     return result
+
+
+def about_tokens(tokens: TokenFiles) -> dict[str, Any]:
+    """What the tokens are of: for a result's provenance."""
+    names = [str(text["name"]) for text in tokens.meta["settings"]["texts"]]
+    return {"text": " and ".join(names), **tokens.meta}
