@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lens_geometry import cli, loaders
 from lens_geometry.errors import TrainingError
 from lens_geometry.results import Result
-from lens_geometry.training.config import Shape
+from lens_geometry.training.config import Shape, TrainingConfig
 from lens_geometry.training.cost import (
     CostSettings,
     cost,
@@ -21,7 +21,7 @@ from lens_geometry.training.cost import (
     memory,
 )
 from lens_geometry.training.model import build_model, hugging_face_model, is_added_bias, wrapped
-from lens_geometry.training.presets import PRESETS, find_preset, preset_config
+from lens_geometry.training.presets import PRESETS, find_preset, preset_config, with_preset
 
 EXACT = {
     "296M": 295_220_224,
@@ -108,6 +108,16 @@ def test_a_preset_is_a_run_of_the_trainer_whose_settings_can_be_changed():
     assert config.lr_at_end == pytest.approx(3e-5)
     assert (config.steps, config.warm_up, config.clip, config.weight_decay) == (200_000, 2000, 1.0, 0.1)
     assert (config.betas, config.seed_weights, config.autocast) == ((0.9, 0.95), 3, True)
+
+
+def test_what_is_asked_for_beside_a_preset_holds_and_the_rest_is_the_presets():
+    default = TrainingConfig(tokens="", out="results/train")
+    shape = dataclasses.replace(default.shape, n_heads=20, n_key_value_heads=5)
+    given = dataclasses.replace(default, out="run", accumulation=16, gradient_checkpointing=True, shape=shape)
+    config = with_preset("2.7B", given, default)
+    assert config.shape == dataclasses.replace(PRESETS["2.7B"].shape, n_heads=20, n_key_value_heads=5)
+    assert (config.out, config.accumulation, config.gradient_checkpointing) == ("run", 16, True)
+    assert (config.steps, config.lr, config.batch_size) == (200_000, 3e-4, 256)
 
 
 def test_a_preset_that_there_is_not_is_refused_with_those_that_there_are():

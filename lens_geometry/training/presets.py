@@ -14,13 +14,13 @@ where it had to choose:
 - **Names.** With so few key-value heads the two named shapes have fewer parameters than their names say: 1.16 and
   2.34 billion. The names fit the same widths with full attention. The shapes are kept, not the names.
 - **Heads of 2.7B.** 32 of width 80, as the table says; the published code has 20 (and 5 key-value heads) of width
-  128: the same number of parameters and FLOPs, `--shape.n-heads 20 --shape.n-key-value-heads 5`.
+  128: the same number of parameters and FLOPs, `--preset 2.7B --n-heads 20 --n-key-value-heads 5`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -106,6 +106,19 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}", cure=f"choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def with_preset(name: str, given: TrainingConfig, default: TrainingConfig) -> TrainingConfig:
+    """A preset's run with what `given` sets otherwise than `default`, in the shape too: what was asked for holds."""
+    changes, shape = differing(given, default), differing(given.shape, default.shape)
+    changes |= {"tokens": given.tokens, "out": given.out, "shape": replace(find_preset(name).shape, **shape)}
+    return preset_config(name, **changes)
+
+
+def differing(given: Any, default: Any) -> dict[str, Any]:
+    """The fields of a settings dataclass that are not the default's."""
+    pairs = {field.name: (getattr(given, field.name), getattr(default, field.name)) for field in fields(given)}
+    return {name: own for name, (own, other) in pairs.items() if own != other}
 
 
 def preset_config(name: str, *, tokens: str, out: str, **changes: Any) -> TrainingConfig:
