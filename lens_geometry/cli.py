@@ -59,7 +59,7 @@ from lens_geometry.pairs import PAIR_SETS, load_pairs
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
-from lens_geometry.training_commands import tokens_command, train_command
+from lens_geometry.training_commands import cost_command, tokens_command, train_command
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
@@ -610,6 +610,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "mediators": mediators_command,
     "train": train_command,
     "tokens": tokens_command,
+    "cost": cost_command,
 }
 
 

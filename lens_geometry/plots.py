@@ -194,4 +194,5 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "mediators": mediators_figure,
     "train": run_figure,
     "compare_arms": arms_figure,
+    "cost": table_figure,
 }

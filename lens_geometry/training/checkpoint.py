@@ -20,6 +20,7 @@ from lens_geometry.errors import TrainingError
 from lens_geometry.suppressed import save_suppression
 from lens_geometry.training.config import MAY_CHANGE, Shape
 from lens_geometry.training.model import save_model
+from lens_geometry.training.processes import shared_like, whole
 from lens_geometry.training.suppression import Suppressor
 
 STATE, OPTIMIZER, CURVE, CONFIG = "trainer.json", "optimizer.safetensors", "curve.jsonl", "config.json"
@@ -27,7 +28,13 @@ RETRY = "free space, and run the same command again: it goes on from the last ch
 
 
 def save_checkpoint(
-    run: Path, state: dict[str, Any], model: Any, shape: Shape, suppressor: Suppressor, optimizer: Any, tokenizer: Any
+    run: Path,
+    state: dict[str, Any],
+    model: Any,
+    shape: Shape,
+    suppressor: Suppressor,
+    moments: dict[str, torch.Tensor],
+    tokenizer: Any,
 ) -> Path:
     """Write `checkpoints/step-N`, N from `state["step"]`, and return it.
 
@@ -41,7 +48,7 @@ def save_checkpoint(
         unfinished.mkdir(parents=True)
         save_model(model, shape, unfinished, tokenizer)
         save_suppression(unfinished, suppressor)
-        save_file(optimizer_tensors(optimizer), unfinished / OPTIMIZER)
+        save_file(moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
         for file in unfinished.iterdir():
@@ -91,13 +98,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's running means and step counts by the parameters' names."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer, *, kept: bool = True) -> dict[str, torch.Tensor]:
+    """AdamW's running means and step counts by the parameters' names; under FSDP every process has to take part."""
     tensors = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for key, value in optimizer.state[parameter].items():
-                tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+                together = whole(torch.as_tensor(value).detach())
+                if kept:
+                    tensors[f"{key}.{name}"] = together.cpu().contiguous()
     return tensors
 
 
@@ -106,10 +115,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     tensors = load_file(checkpoint / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            optimizer.state[parameter] = {
-                key: tensors[f"{key}.{name}"].to("cpu" if key == "step" else parameter.device)
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+            moments = {key: shared_like(tensors[f"{key}.{name}"], parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": tensors[f"step.{name}"], **moments}
 
 
 def same_run(now: dict[str, Any], before: dict[str, Any], where: Path) -> None:
@@ -138,9 +145,12 @@ def read_curve(run: Path) -> list[dict[str, Any]]:
 class Curve:
     """The run's `curve.jsonl`: a line for every training step and every evaluation, on disk as it goes."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        """Keep what was before `step`: its training lines, and evaluations up to it; a run goes on from there."""
-        self.path = path
+    def __init__(self, path: Path, step: int, *, write: bool = True) -> None:
+        """Keep what was before `step`: its training lines, and evaluations up to it; a run goes on from there.
+
+        Of several processes one writes; the others know the same lines.
+        """
+        self.path, self.writes = path, write
         self.lines = [
             line
             for line in read_curve(path.parent)
@@ -158,6 +168,8 @@ class Curve:
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines)
 
     def _write(self, text: str, mode: str) -> None:
+        if not self.writes:
+            return
         try:
             with self.path.open(mode, encoding="utf-8") as file:
                 file.write(text)

@@ -103,6 +103,8 @@ class TrainingConfig:
         checkpoint_every: steps between checkpoints; there is always one at the end.
         keep: checkpoints kept, the newest ones.
         gradient_checkpointing: compute each block again in the backward pass, for memory.
+        sharding: with several processes, "data_parallel", "fsdp", or "auto" (FSDP where `accelerate launch --use_fsdp`
+            asks for it).
         progress: show a progress bar.
     """
 
@@ -130,6 +132,7 @@ class TrainingConfig:
     checkpoint_every: int = 200
     keep: int = 2
     gradient_checkpointing: bool = False
+    sharding: Literal["auto", "data_parallel", "fsdp"] = "auto"
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -161,8 +164,11 @@ class TrainingConfig:
         return self.lr / 10 if self.final_lr is None else self.final_lr
 
 
-MAY_CHANGE = ("out", "progress", "keep", "checkpoint_every", "accumulation", "device", "gradient_checkpointing")
-"""What may differ when a run goes on: it changes no number, or rounding alone (accumulation, device)."""
+MAY_CHANGE = (
+    *("out", "progress", "keep", "checkpoint_every"),
+    *("accumulation", "device", "gradient_checkpointing", "sharding"),
+)
+"""What may differ when a run goes on: it changes no number, or (the second line, and how many processes) rounding."""
 
 
 def _whole(settings: Any, name: str, least: int) -> None:

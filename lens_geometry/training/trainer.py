@@ -9,7 +9,7 @@ or in Python
     result = train(TrainingConfig("tokens", "run", suppression=arm("value")))
 
 A killed run goes on from its last checkpoint when the same command is given again, and its curve is the one that it
-would have had.
+would have had. Started by `accelerate launch`, several processes share the work: see `processes`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,20 @@ from lens_geometry.training import checkpoint as saved
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.data import TokenFiles, Windows, batch_numbers, open_tokens
 from lens_geometry.training.model import build_model, is_matrix, open_model
+from lens_geometry.training.processes import (
+    Processes,
+    average_gradients,
+    check_parts,
+    clip_gradients,
+    exchanging,
+    first_in_turn,
+    join,
+    own_rows,
+    share,
+    summed,
+    whole_weights,
+)
+from lens_geometry.training.recomputation import recompute_blocks
 from lens_geometry.training.suppression import Suppressor
 
 EVALUATION_IDS = 2**40
@@ -59,16 +73,19 @@ def train(config: TrainingConfig) -> Result:
         HookError: an edit that did nothing.
         ResultError: another process trains there, or the directory cannot be written.
     """
-    with alone(Path(config.out), "training"):
-        return _train(config)
+    team = join(config.sharding, config.device)
+    with alone(Path(config.out), "training") if team.first else nullcontext():
+        return _train(config, team)
 
 
-def _train(config: TrainingConfig) -> Result:
+def _train(config: TrainingConfig, team: Processes) -> Result:
     tokens = open_tokens(config.tokens)
     training, held_out = (part.windows(config.shape.n_ctx) for part in (tokens.train, tokens.held_out))
     check_fit(config, tokens, training)
-    run, device = Path(config.out), torch.device(config.device or default_device())
-    last, sha = begin(run, config, tokens), tokens.meta["tokens_sha256"]
+    check_parts(config.batch_size, config.accumulation, team)
+    run, device = Path(config.out), team.device or torch.device(default_device())
+    with first_in_turn(team):
+        last, sha = begin(run, config, tokens), tokens.meta["tokens_sha256"]
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "cpu_seconds": 0.0}
     if last is None:
         model = build_model(config.shape, config.seed_weights, backend=config.backend, device=device)
@@ -76,19 +93,23 @@ def _train(config: TrainingConfig) -> Result:
         state = {key: saved.read_state(last)[key] for key in state}
         model = open_model(last, config.backend, device=device)
     suppressor = Suppressor(model, config.suppression, seed=config.seed_batches)
+    if config.gradient_checkpointing:
+        recompute_blocks(model)
+    shared = share(model, team)
     optimizer = make_optimizer(model, suppressor, config)
     if last is not None:
         edit = read_suppression(last)
         suppressor.load(edit.state() if edit else {})
         saved.load_optimizer(optimizer, last)
-    curve = saved.Curve(run / saved.CURVE, state["step"])
+    with first_in_turn(team):
+        curve = saved.Curve(run / saved.CURVE, state["step"], write=team.first)
     if not curve.lines:
         curve.add({"step": 0, "tokens": 0, "bare_held_out_loss": evaluate(model, suppressor, held_out, config)[0]})
 
     model.train()
     to_do = state["step"] < config.steps
     edited = applied(model, suppressor.hooks) if suppressor.hooks and to_do else nullcontext()
-    with edited, bar(config.steps, "training", config.progress) as progress:
+    with edited, bar(config.steps, "training", config.progress and team.first) as progress:
         progress.update(state["step"])
         for step in range(state["step"], config.steps + 1):
             suppressor.at_step(step)
@@ -105,18 +126,21 @@ def _train(config: TrainingConfig) -> Result:
                     "tokens_sha256": sha,
                     "versions": versions(),
                 }
-                last = saved.save_checkpoint(run, whole, model, config.shape, suppressor, optimizer, tokens.tokenizer)
-                saved.remove_old(run, config.keep)
+                moments = saved.optimizer_tensors(optimizer, kept=team.first)
+                with whole_weights(model, team):
+                    if team.first:
+                        saved.save_checkpoint(run, whole, model, config.shape, suppressor, moments, tokens.tokenizer)
+                        saved.remove_old(run, config.keep)
             if step == config.steps:
                 break
 
             began, cpu_began = time.perf_counter(), time.process_time()
             ids, scored = training.batch(batch_numbers(len(training), config.seed_batches, step, config.batch_size))
             lr = learning_rate(step, config)
-            loss = backward(model, suppressor, ids, scored, config, step)
-            norm = clip_gradients(optimizer, config.clip)
+            loss = backward(shared, suppressor, ids, scored, config, step, team)
+            norm = clip_gradients([each for group in optimizer.param_groups for each in group["params"]], config.clip)
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise not_finite(step, loss, norm, hash_of(ids), last)
+                raise not_finite(step, loss, norm, hash_of(ids), saved.newest_checkpoint(run))
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -125,7 +149,8 @@ def _train(config: TrainingConfig) -> Result:
             state["cpu_seconds"] += time.process_time() - cpu_began
             curve.add({**so_far, "loss": loss, "lr": lr, "gradient_norm": norm, "batch": hash_of(ids)})
             progress.update()
-    return finish(run, curve, config, tokens, model)
+    with first_in_turn(team):
+        return finish(run, curve, config, tokens, None if team.fsdp else model, write=team.first)
 
 
 def backward(
@@ -135,19 +160,25 @@ def backward(
     scored: Bool[Tensor, "batch pos"],
     config: TrainingConfig,
     step: int,
+    team: Processes,
 ) -> float:
-    """Gradients of the batch's mean loss, part by part, and that loss in nats per scored token."""
+    """Gradients of the batch's mean loss, part by part, and that loss in nats per scored token.
+
+    Each process takes its rows of every part; gradients are averaged over processes, hence `* team.count`.
+    """
     device, count, total = next(model.parameters()).device, int(scored.sum()), 0.0
     size = config.batch_size // config.accumulation
     for first in range(0, config.batch_size, size):
-        rows = slice(first, first + size)
-        suppressor.batch.ids = range(step * config.batch_size + first, step * config.batch_size + first + size)
-        with autocast(config, device):
-            logits = model(ids[rows, :-1].to(device), return_type="logits")
-        loss = token_losses(logits, ids[rows, 1:].to(device), scored[rows].to(device)).sum() / count
-        loss.backward()
+        rows = own_rows(first, size, team)
+        suppressor.batch.ids = range(step * config.batch_size + rows.start, step * config.batch_size + rows.stop)
+        with exchanging(model, team, last=first + size == config.batch_size):
+            with autocast(config, device):
+                logits = model(ids[rows, :-1].to(device), return_type="logits")
+            loss = token_losses(logits, ids[rows, 1:].to(device), scored[rows].to(device)).sum() / count
+            (loss * team.count).backward()
         total += loss.item()
-    return total
+    average_gradients(suppressor.parameters.values(), team)
+    return summed(total, team)
 
 
 @torch.no_grad()
@@ -187,10 +218,10 @@ def make_optimizer(model: Any, suppressor: Suppressor, config: TrainingConfig) -
     """AdamW; decay on matrices only, none on norms, biases and gates."""
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decayed = {name: parameter for name, parameter in own.items() if is_matrix(name, parameter)}
-    others = {name: parameter for name, parameter in own.items() if name not in decayed} | suppressor.parameters
+    others = {name: parameter for name, parameter in own.items() if name not in decayed}
     groups = [
         {"params": list(part.values()), "names": list(part), "weight_decay": decay}
-        for part, decay in ((decayed, config.weight_decay), (others, 0.0))
+        for part, decay in ((decayed, config.weight_decay), (others, 0.0), (suppressor.parameters, 0.0))
         if part
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
@@ -202,12 +233,6 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
         return config.lr * (step + 1) / config.warm_up
     done = (step - config.warm_up) / max(1, config.steps - config.warm_up)
     return config.lr_at_end + (config.lr - config.lr_at_end) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> float:
-    """The norm of all gradients together; they are scaled down to `largest` where it is more, unless that is 0."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return float(torch.nn.utils.clip_grad_norm_(parameters, largest or math.inf))
 
 
 def autocast(config: TrainingConfig, device: torch.device) -> Any:
@@ -268,8 +293,13 @@ def hash_of(ids: Int[Tensor, "batch pos"]) -> str:
     return sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenFiles, model: Any) -> Result:
-    """The run's result, also saved in its directory."""
+def finish(
+    run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenFiles, model: Any | None, *, write: bool
+) -> Result:
+    """The run's result, also saved in its directory. Without a model the last checkpoint's is described."""
+    last = saved.newest_checkpoint(run)
+    assert last is not None  # the loop ends with one
+    model = open_model(last, config.backend) if model is None else model
     table = pd.DataFrame([{k: v for k, v in line.items() if k != "per_sequence"} for line in curve.lines])
     final = next(line for line in reversed(curve.lines) if "held_out_loss" in line)
     meta = {
@@ -279,10 +309,11 @@ def finish(run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenF
         "versions": versions(),
         "held_out_loss": final["held_out_loss"],
         "seconds": final["seconds"],
-        "checkpoint": str(saved.newest_checkpoint(run)),
+        "checkpoint": str(last),
     }
     result = Result("train", table, jsonable(meta))
-    result.save(run)
+    if write:
+        result.save(run)
     return result
 
 
