@@ -8,6 +8,8 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
     loss = model("It is a truth universally acknowledged", return_type="loss")
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import (
@@ -24,6 +26,7 @@ from lens_geometry.edits import (
     remove_diagonal,
     repair,
     scale,
+    suppress,
 )
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.evals import edited_lm
@@ -71,6 +74,10 @@ from lens_geometry.pair_tokens import tokenize_pairs
 from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
+from lens_geometry.suppressed import suppress_as_saved
+
+if TYPE_CHECKING:
+    from lens_geometry.trainer_callback import SuppressionCallback
 
 __all__ = [
     "PRESETS",
@@ -95,6 +102,7 @@ __all__ = [
     "ScalingSettings",
     "ScheduleSettings",
     "StrengthSettings",
+    "SuppressionCallback",
     "Text",
     "Tokens",
     "applied",
@@ -141,6 +149,8 @@ __all__ = [
     "side_by_side",
     "site_table",
     "smallest_operator",
+    "suppress",
+    "suppress_as_saved",
     "tokenize",
     "tokenize_pairs",
     "validate",
@@ -151,3 +161,12 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names only: the modules they come from are not the interface."""
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    """SuppressionCallback derives from a class of transformers, which is imported with it and not before."""
+    if name == "SuppressionCallback":
+        from lens_geometry.trainer_callback import SuppressionCallback
+
+        return SuppressionCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -244,7 +244,7 @@ def hook_points(model: Any) -> Mapping[str, Any]:
         raise ModelError(
             f"a {type(model).__name__} has no TransformerLens hooks",
             cure="load it with lens_geometry.load_model, or wrap a Hugging Face model with "
-            "TransformerBridge.boot_transformers(name, hf_model=model)",
+            "TransformerBridge.boot_transformers(name, hf_model=model); lg.suppress edits a plain one as it is",
         )
     return dict(points)
 

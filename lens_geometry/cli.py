@@ -59,8 +59,7 @@ from lens_geometry.pairs import PAIR_SETS, load_pairs
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
-from lens_geometry.training.cost import CostSettings, cost, cost_summary
-from lens_geometry.training_commands import train_command
+from lens_geometry.training_commands import cost_command, tokens_command, train_command
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TEXT = "austen"
@@ -112,7 +111,6 @@ PAIRS = PairSettings()
 DISSOCIATION = DissociationSettings()
 REPAIR = PathwaySettings()
 MEDIATORS = MediatorSettings()
-COST = CostSettings()
 
 
 def models_command() -> int:
@@ -591,20 +589,6 @@ def mediators_command(
     return _saved(result, out)
 
 
-def cost_command(settings: CostSettings = COST, out: Path | None = None) -> int:
-    """What the training presets cost: parameters, FLOPs, memory, hours. Computed by arithmetic, not measured.
-
-    Example: lens-geometry cost --preset 1.4B 2.7B --devices 8 --utilisation 0.3
-
-    Args:
-        settings: which presets, on how many devices.
-        out: also save the table in this directory.
-    """
-    result = cost(settings)
-    print(cost_summary(result))
-    return 0 if out is None else _saved(result, out)
-
-
 COMMANDS: dict[str, Callable[..., int]] = {
     "models": models_command,
     "sites": sites_command,
@@ -625,6 +609,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "repair": repair_command,
     "mediators": mediators_command,
     "train": train_command,
+    "tokens": tokens_command,
     "cost": cost_command,
 }
 

@@ -156,7 +156,7 @@ def require_model(model: Any) -> None:
     if isinstance(model, torch.nn.Module) and hasattr(model, "config"):
         raise ModelError(
             f"{type(model).__name__} is a Hugging Face model, without TransformerLens' hooks",
-            cure=f"wrap it: {loaders.BOOT}",
+            cure=f"wrap it: {loaders.BOOT}; lg.suppress edits a plain one as it is",
         )
     raise ModelError(
         f"{type(model).__name__} is no TransformerLens model",

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lens_geometry.data_sets import require_hub
 from lens_geometry.errors import DataError
 from lens_geometry.pair import Pair, Pairs, Span, check_pair, critical_spans
-from lens_geometry.text import require_hub
 
 BLIMP_FIELDS = (  # kept as features where they are there
     "one_prefix_prefix",

@@ -15,6 +15,7 @@ from lens_geometry.experiments import VARIANTS, diagonal_numbers
 from lens_geometry.generation_plots import edit_label, edit_numbers, parted
 from lens_geometry.repair_plots import entry, head_rows, pooled
 from lens_geometry.results import Result
+from lens_geometry.training.data import PACKINGS, Packing, TokenFiles
 
 
 def profile_summary(table: pd.DataFrame) -> str:
@@ -246,4 +247,31 @@ def training_summary(table: pd.DataFrame) -> str:
     first = table[table["kind"] == "first"]
     for name, rows in first.groupby("arm", sort=False):
         lines.append(f"{name:<20}{rows['held_out_loss'].mean():.4f} with, {rows['bare_loss'].mean():.4f} without")
+    return "\n".join(lines)
+
+
+def tokens_summary(files: TokenFiles, sequence_length: int, packing: Packing) -> str:
+    """Documents, tokens and windows of both sides, bytes per token, and the hash of it all."""
+    rows = []
+    for side in (files.train, files.held_out):
+        about, windows = files.meta["sides"][side.side], side.windows(sequence_length, packing=packing).meta
+        rows.append(
+            {
+                "side": side.side,
+                "documents": side.n_documents,
+                "tokens": side.n_tokens,
+                "bytes per token": about["text_bytes"] / (side.n_tokens - side.n_documents),
+                "windows": windows["windows"],
+                "scored": windows["scored"],
+                "padded": windows["padded"],
+                "dropped": windows["predictions_dropped"],
+            }
+        )
+    about = files.meta["tokenizer"]
+    lines = [
+        f"windows of {sequence_length} predictions, packed by {packing}: {PACKINGS[packing]}",
+        pd.DataFrame(rows).to_string(index=False, float_format="{:.3f}".format),
+        f"tokenizer: {about['vocabulary']:,} tokens, sha256 {about['sha256']}",
+        f"tokens: sha256 {files.meta['tokens_sha256']}",
+    ]
     return "\n".join(lines)

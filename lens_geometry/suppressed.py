@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lens_geometry.anatomy import attach_for_good, own_hooks
 from lens_geometry.edits.noise import SharedNoise
+from lens_geometry.edits.plain_models import Suppressed, suppress
 from lens_geometry.edits.suppressing import Suppression, Suppressor
 from lens_geometry.errors import LensGeometryError, ModelError
 from lens_geometry.provenance import SUPPRESSION
@@ -61,11 +62,16 @@ def save_suppression(directory: Path, suppressor: Suppressor) -> None:
     """Write `geometry.json`, and `gate.safetensors` where there is a gate, each in one step."""
     state = suppressor.state()
     parallel = float(state.pop("parallel_now"))
-    saved = {"format": FORMAT, "suppression": suppressor.suppression.as_dict(), "parallel_now": parallel}
     if state:
         replace_file(directory / GATE_FILE, lambda path: safetensors.torch.save_file(state, path))
     else:
         (directory / GATE_FILE).unlink(missing_ok=True)
+    write_suppression(directory, suppressor.suppression, parallel)
+
+
+def write_suppression(directory: Path, suppression: Suppression, parallel_now: float) -> None:
+    """Write `geometry.json` in one step."""
+    saved = {"format": FORMAT, "suppression": suppression.as_dict(), "parallel_now": parallel_now}
     text = json.dumps(saved, indent=2) + "\n"
     replace_file(directory / GEOMETRY_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -148,3 +154,39 @@ def leave_out(model: Any, directory: Path) -> None:
         about = {"settings": None, "problem": error.problem}
     if about is not None:
         model.__dict__[SUPPRESSION] = lambda model: {"status": "left out", **about}
+
+
+def suppress_as_saved(model: Any, directory: str | Path) -> Suppressed:
+    """Put the edit that a checkpoint was trained under on its plain Hugging Face model.
+
+        model = AutoModelForCausalLM.from_pretrained("run/checkpoint-1000")
+        lg.suppress_as_saved(model, "run/checkpoint-1000")
+
+    The scale is that of the moment when it was saved. Returns the handle that `suppress` returns.
+    Raises ModelError when the directory has no `geometry.json`, or one that cannot be read or be done on a plain model;
+    and as `suppress` does.
+    """
+    saved = read_suppression(Path(directory))
+    if saved is None:
+        raise ModelError(
+            f"there is no {GEOMETRY_FILE}: nothing says that this model was trained under a suppression",
+            where=str(directory),
+            cure="give the checkpoint's directory, or use lg.suppress with settings of your own",
+        )
+    given = saved.suppression
+    if given.site == "none":
+        return Suppressed([], [])
+    if given.gate or given.control == "diagonal":
+        raise ModelError(
+            f"a plain model has no edit for {'a learned gate' if given.gate else 'the removal of the diagonal'}",
+            where=str(directory),
+            cure="load the checkpoint with lg.load_model, which puts its edit on",
+        )
+    return suppress(
+        model,
+        given.site,
+        parallel=saved.parallel_now,
+        layers=given.layers,
+        control="matched_random_reference" if given.control == "norm_matched" else "none",
+        batch=SharedNoise(),
+    )

@@ -13,15 +13,15 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from lens_geometry.arrangements import ARRANGEMENTS, NATURAL, REPEATED, SHUFFLED, Arrangement
+from lens_geometry.data_sets import named, open_rows, plain, readable, row_texts
 from lens_geometry.errors import DataError
 
 PUBLIC_DOMAIN = "public domain (published before 1929; the author died more than 70 years ago)"
@@ -206,74 +206,19 @@ def _read(path: Path, max_characters: int | None) -> str:
         else:
             cure = f"re-encode it, for example: iconv -f LATIN1 -t UTF-8 {path.name} > utf8.txt"
             raise DataError("the file is not UTF-8", where=f"{path}, byte offset {error.start}", cure=cure) from error
-    text = _normal(text)
+    text = plain(text)
     if not text.strip():
         raise DataError("the file is empty or only white space", where=str(path), cure="pass a file with text in it")
     return text
 
 
-def _normal(text: str) -> str:
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-
-
 def _from_hugging_face(name: str, max_characters: int | None) -> Text:
     """`hf:PATH:CONFIG:SPLIT:COLUMN` through `datasets`; fails within seconds without a connection."""
-    import datasets  # slow to import, and not needed offline
-
-    kind, *parts = name.split(":")
-    if not parts[0] or len(parts) > 4:
-        raise DataError("this is not a data set's name", where=name, cure="write hf:PATH[:CONFIG[:SPLIT[:COLUMN]]]")
-    path, config, split, column = (parts + [""] * 4)[:4]
-    split, column = split or "test", column or "text"
-    if not Path(path).exists():
-        require_hub(path, name)
-    try:
-        rows = datasets.load_dataset(path, config or None, split=split, streaming=max_characters is not None)
-        if column not in (rows.column_names or [column]):
-            cure = f"choose one of {', '.join(rows.column_names)}"
-            raise DataError(f"the data set has no column {column!r}", where=name, cure=cure)
-        shown = tqdm(rows, f"reading {path}", delay=2, disable=None, leave=False)
-        documents = _first_characters(_row_texts(shown, column, name), max_characters)
-    except DataError:
-        raise
-    except Exception as error:  # `datasets` raises whatever its readers do
-        problem = f"the data set cannot be read ({type(error).__name__}: {str(error).split(chr(10))[0]})"
-        raise DataError(problem, where=name, cure="check its path, config and split on its page") from error
-    if kind == "hf-joined" and documents:
+    data_set = named(name)
+    with readable(name):
+        rows, licence = open_rows(data_set, streaming=max_characters is not None)
+        shown = tqdm(rows, f"reading {data_set.path}", delay=2, disable=None, leave=False)
+        documents = _first_characters(row_texts(shown, data_set), max_characters)
+    if data_set.joined and documents:
         documents = ("\n\n".join(document.strip("\n") for document in documents),)
-    source = f"Hugging Face data set {path}, config {config or 'default'}, split {split}, column {column}"
-    licence = getattr(rows.info, "license", "") or "see the data set's page"
-    return Text(name, documents, source, licence, max_characters=max_characters)
-
-
-def _row_texts(rows: Iterable[dict[str, Any]], column: str, name: str) -> Iterator[str]:
-    """The text of each row; empty rows separate others and are passed over."""
-    for row in rows:
-        text = row[column]
-        if not isinstance(text, str):
-            cure = "name a column of strings: hf:PATH:CONFIG:SPLIT:COLUMN"
-            raise DataError(f"column {column!r} holds {type(text).__name__}", where=name, cure=cure)
-        if text.strip():
-            yield _normal(text)
-
-
-def require_hub(path: str, name: str, *, instead: str = "bundled text (austen, moby-dick) or a local .txt") -> None:
-    """Raise DataError unless the hub answers for this data set or an earlier download is in the cache."""
-    import datasets
-    import huggingface_hub
-    from datasets.naming import camelcase_to_snakecase
-    from huggingface_hub.errors import HfHubHTTPError
-
-    *namespace, short = path.split("/")
-    cached = Path(datasets.config.HF_DATASETS_CACHE, "___".join([*namespace, camelcase_to_snakecase(short)]))
-    try:  # one request without retries, where `load_dataset` alone would retry for half a minute
-        huggingface_hub.HfApi().dataset_info(path, timeout=10)
-    except HfHubHTTPError as error:
-        problem = "the hub has no such data set, or it is not open to you"
-        raise DataError(problem, where=name, cure="check the path, or log in with `hf auth login`") from error
-    except Exception as error:
-        if not cached.exists():
-            cure = f"go online, or use {instead}"
-            raise DataError(
-                f"the Hugging Face hub is out of reach ({type(error).__name__})", where=name, cure=cure
-            ) from error
+    return Text(name, documents, data_set.source, licence, max_characters=max_characters)

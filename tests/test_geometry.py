@@ -287,3 +287,69 @@ def test_a_matched_direction_goes_round_the_update_with_the_noise():
     aside = decompose(direction, update).perpendicular
     expected = decompose(noise, update).perpendicular
     assert torch.cosine_similarity(aside, expected, dim=-1).min() > 1 - 1e-12
+
+
+def written_out(u, r, s_par, s_perp):
+    """The change by the definition, for autograd."""
+    column = lambda s: s.unsqueeze(-1) if isinstance(s, torch.Tensor) else s  # noqa: E731
+    parallel = (u * r).sum(-1, keepdim=True) / (r * r).sum(-1, keepdim=True) * r
+    return (column(s_perp) - 1) * (u - parallel) + (column(s_par) - 1) * parallel
+
+
+@pytest.mark.parametrize("learned", ["", "parallel", "perpendicular", "both"])
+@pytest.mark.parametrize("s_perp", [1.0, 0.6])
+def test_gradients_of_a_change_are_those_of_its_definition(learned, s_perp):
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    u, r, g = make(2, 5, 3, 7), 1e3 * make(2, 5, 3, 7), make(2, 5, 3, 7)
+    s_par = make(5, 3) if learned in ("parallel", "both") else 0.3
+    s_perp = make(2, 5, 1) if learned in ("perpendicular", "both") else s_perp
+    found = []
+    for change in (component_change, written_out):
+        inputs = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in (u, r, s_par, s_perp)]
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor)]
+        first = torch.autograd.grad(change(*inputs), leaves, g, create_graph=True)
+        second = torch.autograd.grad(sum((x**2).sum() for x in first), leaves, allow_unused=True)
+        plain = torch.autograd.grad(change(*inputs), leaves, g)
+        found.append([*first, *plain, *second])
+    for ours, by_autograd in zip(*found, strict=True):
+        torch.testing.assert_close(ours, by_autograd, rtol=1e-10, atol=1e-12)
+    assert found[0][0].norm() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_is_the_same_to_the_last_bit_with_gradients_and_without(dtype):
+    generator = torch.Generator().manual_seed(0)
+    u, r = (torch.randn(4, 9, generator=generator).to(dtype) for _ in range(2))
+    r[0], u[1] = 0.0, 0.0
+    for scales in ((0.0, 1.0), (0.5, 0.25), (torch.rand(4, generator=generator), 1.0)):
+        plain = component_change(u, r, *scales)
+        leaves = [x.clone().requires_grad_() for x in (u, r)]
+        change = component_change(*leaves, *scales)
+        assert torch.equal(change, plain)
+        change.sum().backward()
+        assert [leaf.grad.dtype for leaf in leaves] == [dtype, dtype]
+
+
+Z, X = [0.0, 0.0, 0.0, 0.0], [1.0, -2.0, 0.5, 3.0]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-15, 1e15])
+@pytest.mark.parametrize(("u", "r"), [(Z, X), (X, Z), (Z, Z), (X, X), (X, [-x for x in X])])
+def test_gradients_are_finite_where_something_is_zero_or_all_parallel(u, r, size):
+    noise = torch.tensor([0.3, 1.0, -0.2, 0.7])
+    for against in (lambda u, r: r, lambda u, r: matched_direction(u, r, noise)):
+        leaves = [(size * torch.tensor(x)).requires_grad_() for x in (u, r)]
+        scale = torch.tensor(0.3, requires_grad=True)
+        scale_components(leaves[0], against(*leaves), scale).sum().backward()
+        assert all(torch.isfinite(leaf.grad).all() for leaf in (*leaves, scale) if leaf.grad is not None)
+        assert leaves[0].grad is not None
+
+
+def test_autocast_changes_no_digit_of_the_float32_arithmetic():
+    generator = torch.Generator().manual_seed(0)
+    u, r = torch.randn(2, 5, 64, generator=generator)
+    expected = scale_components(u, r, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scale_components(u, r, 0.0), expected)
+        assert torch.equal(scale_components(u.bfloat16(), r, 0.0), scale_components(u.bfloat16(), r, 0.0).bfloat16())

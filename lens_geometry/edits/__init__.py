@@ -18,6 +18,7 @@ from lens_geometry.edits.noise import WHEN, Batch, When
 from lens_geometry.edits.observing import observe
 from lens_geometry.edits.pathways import PATHWAYS, Pathway, needed_hooks
 from lens_geometry.edits.perturbing import KINDS, PRESETS, Kind, Perturbation, Unit, perturb
+from lens_geometry.edits.plain_models import PLAIN_SITES, Suppressed, suppress
 from lens_geometry.edits.removal import remove_diagonal
 from lens_geometry.edits.repairing import clean_run, keep_activations, repair
 from lens_geometry.edits.scaling import CONTROLS, Control, Scale, scale
@@ -27,6 +28,7 @@ __all__ = [
     "DIAGONAL_SITES",
     "KINDS",
     "PATHWAYS",
+    "PLAIN_SITES",
     "PRESETS",
     "WHEN",
     "Batch",
@@ -39,6 +41,7 @@ __all__ = [
     "Pathway",
     "Perturbation",
     "Scale",
+    "Suppressed",
     "Unit",
     "When",
     "applied",
@@ -52,4 +55,5 @@ __all__ = [
     "remove_diagonal",
     "repair",
     "scale",
+    "suppress",
 ]

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lens_geometry.anatomy import require
+from lens_geometry.anatomy import Anatomy, require
 from lens_geometry.edits.hooks import Hooks
 from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, layer_edits
 from lens_geometry.edits.noise import Batch, When, check_when, earlier_tokens, normal_noise
@@ -73,33 +73,67 @@ def scale(
     Decomposition".
     """
     anatomy, found, chosen = require(model, site, layers, editing=True)
+    edits = scalings(
+        model,
+        anatomy,
+        found,
+        chosen,
+        parallel=parallel,
+        perpendicular=perpendicular,
+        heads=heads,
+        positions=positions,
+        grouping=grouping,
+        control=control,
+        seed=seed,
+        batch=batch,
+        when=when,
+    )
+    return [hook for edit in edits for hook in edit.hooks(anatomy.reads(found, edit.layer, editing=True))]
+
+
+def scalings(
+    model: Any,
+    anatomy: Anatomy,
+    found: Site,
+    chosen: tuple[int, ...],
+    *,
+    parallel: Scale,
+    perpendicular: Scale = 1.0,
+    heads: Heads = None,
+    positions: Positions = None,
+    grouping: Grouping = "each",
+    control: Control = "none",
+    seed: int = 0,
+    batch: Batch | None = None,
+    when: When = "always",
+) -> list[Scaling]:
+    """What `scale` makes hooks of: one edit for each layer, checked. Raises as `scale` does."""
     parallel, perpendicular = (checked_scale(s, anatomy.n_layers, found) for s in (parallel, perpendicular))
     if control not in CONTROLS:
         raise SiteError(f"there is no control {control!r}", cure=f"choose one of {', '.join(CONTROLS)}")
-    check_when(when, batch, site)
+    check_when(when, batch, found.name)
     if control == "gain" and not all(_is_one(parallel, i) or _is_one(perpendicular, i) for i in chosen):
         raise GeometryError(
             "the gain control scales the whole update by one number",
             cure="leave parallel or perpendicular at 1",
         )
-    if site == "resid" and not all(_is_one(perpendicular, i) for i in chosen):
+    if found.name == "resid" and not all(_is_one(perpendicular, i) for i in chosen):
         raise SiteError(
             "the stream is its own reference and has no perpendicular part",
             where="site resid",
             cure="scale `parallel` (a plain gain), or choose another site",
         )
     make = partial(
-        _Scaling,
+        Scaling,
         parallel=parallel,
         perpendicular=perpendicular,
         control=control,
         seed=seed,
         when=when,
     )
-    edits = layer_edits(
+    return layer_edits(
         make, model, anatomy, chosen, found, heads=heads, positions=positions, grouping=grouping, batch=batch
     )
-    return [hook for edit in edits for hook in edit.hooks(anatomy.reads(found, edit.layer, editing=True))]
 
 
 @dataclass(frozen=True)
@@ -123,7 +157,7 @@ class ScaledEdit(LayerEdit):
 
 
 @dataclass(frozen=True)
-class _Scaling(ScaledEdit):
+class Scaling(ScaledEdit):
     """How the components of one site of one layer are scaled."""
 
     control: Control

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from lens_geometry.cache import is_full, sha256_of
-from lens_geometry.errors import DataError
+from lens_geometry.errors import DataError, LensGeometryError
 from lens_geometry.results import jsonable, replace_file
-from lens_geometry.training.token_files import SIDES
+from lens_geometry.training.token_files import META, SIDES
 
 JOURNAL = "journal.jsonl"
 ANOTHER = "give another directory, or delete this one to start again"
@@ -54,6 +54,13 @@ class Shard:
         return about
 
 
+def sweep(directory: Path) -> None:
+    """Remove what a killed process was writing; what it finished has another name."""
+    for stem in (*SIDES, "meta"):
+        for path in directory.glob(f".{stem}-*"):
+            path.unlink()
+
+
 def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
@@ -76,11 +83,11 @@ class Journal:
         self.done: dict[str, Any] = {}
         self.shards: list[dict[str, Any]] = []
         lines = self._read()
-        if lines:
+        if len(lines) > 1:
             refuse_other_settings(lines[0].get("settings", {}), settings, path.parent)
             for line in lines[1:]:
                 self._take(line)
-        else:
+        else:  # nothing is finished yet, whatever was begun
             self._append({"settings": settings}, "wb")
 
     def add(self, kind: str, about: Any) -> None:
@@ -120,28 +127,46 @@ class Journal:
             os.fsync(file.fileno())
 
 
+def earlier_settings(where: Path) -> dict[str, Any]:
+    """The settings of the tokens that are here, finished or begun; {} when there are none that can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if (where / META).is_file():
+            return dict(json.loads((where / META).read_text(encoding="utf-8"))["settings"])
+        with (where / JOURNAL).open(encoding="utf-8") as lines:
+            return dict(json.loads(lines.readline())["settings"])
+    return {}
+
+
 def refuse_other_settings(before: dict[str, Any], now: dict[str, Any], where: Path) -> None:
     """Raise DataError, naming the settings, when a directory holds tokens that were prepared otherwise."""
     now = jsonable(now)
     different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if different:
-        told = "; ".join(f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}" for key in different)
+        told = "; ".join(f"{key} was {_short(before.get(key))} and is {_short(now.get(key))} now" for key in different)
         raise DataError(f"the directory holds another preparation: {told}", where=str(where), cure=ANOTHER)
 
 
 def _short(value: Any) -> str:
+    """A setting in few characters; texts by name and hash."""
+    if isinstance(value, list):
+        hashes = ("sha256", "revision", "names_and_sizes_sha256")
+        return ", ".join(f"{text['name']} ({next(filter(None, map(text.get, hashes)), '?')[:8]})" for text in value)
     text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 90 else f"{text[:87]}..."
 
 
 @contextlib.contextmanager
 def written(directory: Path) -> Iterator[None]:
-    """Turn what the file system raises into one DataError."""
+    """Turn what the file system raises, or a library that writes, into one DataError."""
     try:
         yield
-    except OSError as error:
+    except LensGeometryError:
+        raise
+    except Exception as error:
         full = is_full(error)
-        problem = "the disk is full" if full else f"the tokens cannot be written ({error.strerror or error})"
+        if not full and not isinstance(error, OSError):
+            raise
+        problem = "the disk is full" if full else f"the tokens cannot be written ({error})"
         first = "free some space" if full else "choose a directory that you may write to"
         cure = f"{first}, and run the same preparation again: it goes on where it was"
         raise DataError(problem, where=str(directory), cure=cure) from error

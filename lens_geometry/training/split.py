@@ -21,9 +21,9 @@ def document_hash(document: str, seed: int) -> int:
 def find_split(documents: Iterable[str], *, held_out: float, seed: int, where: str) -> dict[str, Any]:
     """The split as JSON: documents are held out whose hash is at most `at_most`.
 
-    Of few documents (up to 10,000) the share is exact: that of the smallest hashes, at least one and not all. Of more,
-    every document has the same chance. Equal documents have equal hashes and fall on the same side.
-    Raises DataError when there are no two different documents.
+    Of few documents (up to 10,000) the share is exact: that of the smallest hashes, at least one and not all; their
+    numbers, over all texts, are recorded. Of more, every document has the same chance. Equal documents have equal
+    hashes and fall on the same side. Raises DataError when there are no two different documents.
     """
     hashes = [document_hash(document, seed) for document in islice(documents, FEW + 1)]
     different = sorted(set(hashes))
@@ -33,7 +33,9 @@ def find_split(documents: Iterable[str], *, held_out: float, seed: int, where: s
     if len(hashes) > FEW:
         return {"rule": "every document alike, by its hash", "at_most": int(held_out * 2**64), "seed": seed}
     number = min(max(1, round(held_out * len(different))), len(different) - 1)
-    return {"rule": "an exact share, by hash", "at_most": different[number - 1], "seed": seed}
+    at_most = different[number - 1]
+    chosen = [place for place, found in enumerate(hashes) if found <= at_most]
+    return {"rule": "an exact share, by hash", "at_most": at_most, "seed": seed, "held_out_documents": chosen}
 
 
 def is_held_out(document: str, split: dict[str, Any]) -> bool:

@@ -39,12 +39,14 @@ class TokenSet:
         end: the id that ends every document.
         shards: the ids of each file.
         bounds: where each document begins in the stream, and where the last one ends.
+        side: "train" or "held_out".
     """
 
     name: str
     end: int
     shards: tuple[np.ndarray, ...]
     bounds: np.ndarray
+    side: str = "train"
 
     @property
     def n_documents(self) -> int:
@@ -106,7 +108,7 @@ class TokenFiles:
     @cached_property
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer that made the ids."""
-        return load_tokenizer(str(self.directory / TOKENIZER))
+        return load_tokenizer(self.directory / TOKENIZER)
 
     @property
     def end(self) -> int:
@@ -169,7 +171,7 @@ def _open_side(where: Path, meta: Mapping[str, Any], side: str, verify: bool) ->
     joined = np.concatenate(bounds)
     if len(joined) - 1 != about["documents"] or joined[-1] != about["tokens"]:
         raise DataError("meta.json counts other documents or tokens than the files hold", where=str(where), cure=AGAIN)
-    return TokenSet(f"{where}, {side}", int(meta["tokenizer"]["end"]), tuple(shards), joined)
+    return TokenSet(f"{where}, {side}", int(meta["tokenizer"]["end"]), tuple(shards), joined, side)
 
 
 def _open_array(path: Path, about: Mapping[str, Any], verify: bool) -> np.ndarray:

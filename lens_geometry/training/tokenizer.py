@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,10 +61,19 @@ def check_d_vocab(d_vocab: Any) -> None:
         raise DataError(problem, where="d_vocab", cure="give a whole number of 257 or more, such as 2048")
 
 
-def load_tokenizer(name: str) -> Any:
-    """An existing tokenizer: a directory that `save_pretrained` wrote, or a name on the Hugging Face hub."""
+def load_tokenizer(given: Any) -> Any:
+    """An existing tokenizer: a directory that `save_pretrained` wrote, a name on the Hugging Face hub, or the object.
+
+    Raises DataError when it cannot be read.
+    """
+    if not isinstance(given, str | os.PathLike):
+        if not callable(getattr(given, "save_pretrained", None)):
+            problem = f"the tokenizer is a {type(given).__name__}"
+            raise DataError(problem, where="tokenizer", cure="give a directory, a name on the hub, or a tokenizer")
+        return given
     from transformers import AutoTokenizer
 
+    name = os.fspath(given)
     here = Path(name).expanduser()
     try:
         return AutoTokenizer.from_pretrained(str(here) if here.exists() else name, local_files_only=here.exists())
@@ -70,6 +81,11 @@ def load_tokenizer(name: str) -> Any:
         problem = f"the tokenizer cannot be read ({type(error).__name__}: {str(error).split(chr(10))[0]})"
         cure = "give a directory with tokenizer.json in it, a name on the hub, or leave it out to train one"
         raise DataError(problem, where=name, cure=cure) from error
+
+
+def vocabulary_of(tokenizer: Any) -> int:
+    """One more than the largest id that the tokenizer gives."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def end_token(tokenizer: Any) -> int:
@@ -85,8 +101,8 @@ class Encoder:
     """Documents to ids: each alone, whole, without special tokens, and an `<|endoftext|>` in its text is only text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.end, self.size = end_token(tokenizer), len(tokenizer)
-        self.dtype = np.dtype("<u2") if self.size <= 2**16 else np.dtype("<u4")
+        self.end, self.vocabulary = end_token(tokenizer), vocabulary_of(tokenizer)
+        self.dtype = np.dtype("<u2") if self.vocabulary <= 2**16 else np.dtype("<u4")
         self._tokenizer = tokenizer
         self._backend = None
         if getattr(tokenizer, "is_fast", False):
@@ -112,3 +128,12 @@ def tokenizer_sha256(directory: Path) -> str:
     for path in sorted(directory.iterdir()):
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def about_given(given: Any, tokenizer: Any) -> dict[str, Any]:
+    """What a preparation records of an existing tokenizer, so that another is not taken for it later."""
+    name = os.fspath(given) if isinstance(given, str | os.PathLike) else str(tokenizer.name_or_path)
+    rules = tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else ""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    digest = hashlib.sha256(f"{type(tokenizer).__name__} {vocabulary} {rules}".encode())
+    return {"given": name, "vocabulary": vocabulary_of(tokenizer), "sha256": digest.hexdigest()}

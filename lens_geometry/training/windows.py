@@ -146,7 +146,7 @@ def batch_numbers(n_windows: int, seed: int, step: int, batch_size: int) -> Int[
     return torch.from_numpy(numbers)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _order(n_windows: int, seed: int, epoch: int) -> np.ndarray:
     """All window numbers in the random order of an epoch: sorted by a hash of seed, epoch and number."""
     key = _mixed(_mixed(np.array([seed], np.uint64)) ^ np.uint64(epoch))
