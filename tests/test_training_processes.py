@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,25 @@ def test_a_run_that_two_processes_began_is_gone_on_with_by_one(runs: Runs, kind:
     result = train(two)
     assert_same_curve(two, one)
     assert result.meta["config"]["sharding"] == kind
+    assert result.meta["processes"] == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--multi_gpu"], "2, data parallel"), (["--use_fsdp", "--fsdp_version", "2"], "2, FSDP")],
+)
+def test_the_launch_line_of_the_documentation_trains_in_as_many_processes(
+    tokens: str, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *flags, "--num_processes", "2"]
+    train_it = ["-m", "lens_geometry.cli", "train", "--tokens", tokens, "--out", str(tmp_path), "--device", "cpu"]
+    few = dict(steps=2, batch_size=4, n_layers=1, n_heads=4, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
+    settings = [text for name, value in few.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, *train_it, *settings, "--no-progress"], env=variables, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out loss") == 1
+    assert json.loads((tmp_path / "meta.json").read_text())["processes"] == words

@@ -41,6 +41,10 @@ class Processes:
     def first(self) -> bool:
         return self.rank == 0
 
+    def words(self) -> str:
+        """For a result's provenance."""
+        return "1" if self.count == 1 else f"{self.count}, {'FSDP' if self.fsdp else 'data parallel'}"
+
 
 def join(sharding: Sharding = "auto", device: str | None = None) -> Processes:
     """Meet the processes that `accelerate launch` (or torchrun) has started; alone where it has started none.

@@ -151,7 +151,7 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
             curve.add({**so_far, "loss": loss, "lr": lr, "gradient_norm": norm, "batch": hash_of(ids)})
             progress.update()
     with first_in_turn(team):
-        return finish(run, curve, config, tokens, None if team.fsdp else model, write=team.first)
+        return finish(run, curve, config, tokens, None if team.fsdp else model, team)
 
 
 def backward(
@@ -295,7 +295,7 @@ def hash_of(ids: Int[Tensor, "batch pos"]) -> str:
 
 
 def finish(
-    run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenFiles, model: Any | None, *, write: bool
+    run: Path, curve: saved.Curve, config: TrainingConfig, tokens: TokenFiles, model: Any | None, team: Processes
 ) -> Result:
     """The run's result, also saved in its directory. Without a model the last checkpoint's is described."""
     last = saved.newest_checkpoint(run)
@@ -308,12 +308,13 @@ def finish(
         "model": {**describe(model), "name": config.shape.words()},
         "data": about_tokens(tokens),
         "versions": versions(),
+        "processes": team.words(),
         "held_out_loss": final["held_out_loss"],
         "seconds": final["seconds"],
         "checkpoint": str(last),
     }
     result = Result("train", table, jsonable(meta))
-    if write:
+    if team.first:
         result.save(run)
     return result
 
