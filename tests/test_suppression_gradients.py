@@ -188,14 +188,15 @@ def test_a_gates_gradient_is_its_finite_difference(name):
     suppressor, _ = prepared(model, name)
     weight = suppressor.parameters["gate.0"]
     direction = torch.randn(D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    losses, step, start = [], 1e-3, weight.detach().clone()
+    step, tolerance = (1e-4, 1e-6) if backend == "hooked" else (1e-2, 1e-2)  # a bridge's loss has float32's digits
+    losses, start = [], weight.detach().clone()
     with attached(model, suppressor.hooks):
         model(IDS, return_type="loss").backward()
         for side in (-1, 1):
             with torch.no_grad():
                 weight.copy_(start + side * step * direction)
                 losses.append(float(model(IDS, return_type="loss")))
-    assert float(weight.grad @ direction) == pytest.approx((losses[1] - losses[0]) / (2 * step), rel=1e-3)
+    assert float(weight.grad @ direction) == pytest.approx((losses[1] - losses[0]) / (2 * step), rel=tolerance)
 
 
 @pytest.mark.parametrize(("site", "parallel"), [("value", 0.0), ("attn", 0.5)])
