@@ -9,13 +9,15 @@ Source: "Disentangling Representation Evolution in Transformers through Directio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_geometry.errors import GeometryError
+from lens_geometry.gradients import Change, Matched, change_of, matched_of
+from lens_geometry.vectors import coefficient_of, column, dot, norm, prepare, unit
 
 METRICS = (
     "alpha",
@@ -61,8 +63,8 @@ def decompose(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batc
 
     Raises GeometryError when the shapes differ (nothing is broadcast) or a dtype is not floating.
     """
-    u, r, scale = _prepare(update, reference)
-    coefficient = _coefficient(u, r)
+    u, r, scale = prepare(update, reference)
+    coefficient = coefficient_of(u, r)
     parallel = coefficient * r
     alpha = (coefficient * scale).squeeze(-1)
     return Decomposition(alpha, parallel.to(update.dtype), (u - parallel).to(update.dtype))
@@ -83,13 +85,13 @@ def component_change(
     the *retained* scales: numbers, or tensors that broadcast against the batch axes.
     Raises GeometryError as `decompose` does.
     """
-    u, r, scale = _prepare(update, reference)
-    s_par, s_perp = _column(parallel, u), _column(perpendicular, u)
+    u, r, scale = prepare(update, reference)
+    s_par, s_perp = column(parallel, u), column(perpendicular, u)
     if torch.is_grad_enabled() and (u.requires_grad or r.requires_grad):
         wide = reference.to(u.dtype)
-        change: Tensor = _Change.apply(u, wide, r.detach(), scale, s_par, s_perp)  # type: ignore[no-untyped-call]
+        change: Tensor = Change.apply(u, wide, r.detach(), scale, s_par, s_perp)  # type: ignore[no-untyped-call]
         return change
-    return _change(u, r, s_par, s_perp)[0]
+    return change_of(u, r, s_par, s_perp)[0]
 
 
 def scale_components(
@@ -121,15 +123,15 @@ def lengths(update: Float[Tensor, "*batch d"], reference: Float[Tensor, "*batch 
     The perpendicular norm is that of the vector `u - u_par` itself, not `sqrt(|u|^2 - |u_par|^2)`, which
     would lose every digit when the update is nearly parallel. Raises GeometryError as `decompose` does.
     """
-    u, r, scale = _prepare(update, reference)
-    reference_norm = _norm(r)  # norms without a product in between: memory traffic is what this costs
-    coefficient = _coefficient(u, r, reference_norm)
+    u, r, scale = prepare(update, reference)
+    reference_norm = norm(r)  # norms without a product in between: memory traffic is what this costs
+    coefficient = coefficient_of(u, r, reference_norm)
     return Lengths(
         alpha=(coefficient * scale).squeeze(-1),
-        update=_norm(u).squeeze(-1),
+        update=norm(u).squeeze(-1),
         reference=(reference_norm / scale).squeeze(-1),
         parallel=(coefficient.abs() * reference_norm).squeeze(-1),
-        perpendicular=_norm(torch.addcmul(u, coefficient, r, value=-1)).squeeze(-1),
+        perpendicular=norm(torch.addcmul(u, coefficient, r, value=-1)).squeeze(-1),
     )
 
 
@@ -184,8 +186,8 @@ def diagonal_change(
     >>> diagonal_change(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 0.0]), 0.0).item()
     -1.5
     """
-    u, r, scale = _prepare(update, reference)
-    change: Tensor = (_column(parallel, u) - 1.0) * _coefficient(u, r) * scale
+    u, r, scale = prepare(update, reference)
+    change: Tensor = (column(parallel, u) - 1.0) * coefficient_of(u, r) * scale
     return change.squeeze(-1)
 
 
@@ -204,11 +206,11 @@ def message_change(
     change; infinite where something has to and the message has no part along the reference.
     Float32 (float64 for float64 input). Raises GeometryError as `decompose` does.
     """
-    u, r, _ = _prepare(update, reference)
-    m, r_again, _ = _prepare(message, reference)
+    u, r, _ = prepare(update, reference)
+    m, r_again, _ = prepare(message, reference)
     double = torch.promote_types(u.dtype, m.dtype)
-    wanted = (_column(parallel, u) - 1.0) * _dot(u, r).to(double)
-    change: Tensor = torch.where(wanted == 0, torch.zeros_like(wanted), wanted / _dot(m, r_again).to(double))
+    wanted = (column(parallel, u) - 1.0) * dot(u, r).to(double)
+    change: Tensor = torch.where(wanted == 0, torch.zeros_like(wanted), wanted / dot(m, r_again).to(double))
     return change.squeeze(-1)
 
 
@@ -228,14 +230,14 @@ def smallest_operator(
     makes something of nothing.
     """
     change = component_change(update, reference, parallel)
-    m, near_one, scale = _prepare(message, message)
+    m, near_one, scale = prepare(message, message)
     if change.shape[:-1] != m.shape[:-1]:
         raise GeometryError(
             f"update {tuple(update.shape)} and message {tuple(message.shape)} differ in their batch axes",
             cure="give one message per update",
         )
     working = torch.promote_types(change.dtype, m.dtype)
-    square = _dot(near_one, near_one)
+    square = dot(near_one, near_one)
     if ((square == 0) & (change != 0)).any():
         raise GeometryError(
             "the message is zero where the update has to change",
@@ -258,16 +260,15 @@ def matched_direction(
     an edit along it changes the update by as much, and leaves it as long; only the direction is another.
     Zero for a zero update. Float32 (float64 for float64 input). Raises GeometryError as `decompose` does.
     """
-    found = lengths(update, reference)
-    u, n, _ = _prepare(noise, update)
-    working = torch.promote_types(torch.promote_types(update.dtype, noise.dtype), found.update.dtype)
-    along = _unit(n.to(working))
-    aside = u.to(working)
-    for _ in range(2):  # the second time takes away what rounding left of the first
-        aside = _unit(aside - _dot(aside, along) * along)
-    size = found.update.masked_fill(found.update == 0, 1.0)
-    cosine, sine = found.parallel.copysign(found.alpha) / size, found.perpendicular / size
-    return cosine.unsqueeze(-1) * along + sine.unsqueeze(-1) * aside
+    u, r, _ = prepare(update, reference)
+    wide_noise, near_one, _ = prepare(noise, update)
+    working = torch.promote_types(u.dtype, wide_noise.dtype)
+    near_one, wide_noise = near_one.to(working), wide_noise.to(working)
+    if torch.is_grad_enabled() and (u.requires_grad or r.requires_grad) and not noise.requires_grad:
+        wide = reference.to(u.dtype)
+        direction: Tensor = Matched.apply(u, wide, r.detach(), near_one.detach(), wide_noise)  # type: ignore[no-untyped-call]
+        return direction
+    return matched_of(u, r, near_one, wide_noise)[0]
 
 
 def rotate_by(
@@ -306,16 +307,16 @@ def rotation_change(
     Written like this no digit is lost to cos t near 1. Exactly zero at distance 0.
     Raises GeometryError as `decompose` does.
     """
-    _, near_one, scale = _prepare(direction, h)
-    aside = _prepare(h, direction)[1].to(near_one.dtype)
-    along, size = _unit(near_one), _norm(aside)
+    _, near_one, scale = prepare(direction, h)
+    aside = prepare(h, direction)[1].to(near_one.dtype)
+    along, size = unit(near_one), norm(aside)
     for _ in range(2):  # the second time takes away what rounding left of the first
-        aside = aside - _dot(aside, along) * along
-        lost = _norm(aside) <= 8 * torch.finfo(aside.dtype).eps * size  # nothing but rounding is orthogonal to h
-        aside = (aside / _norm(aside)).masked_fill(lost, torch.nan)
+        aside = aside - dot(aside, along) * along
+        lost = norm(aside) <= 8 * torch.finfo(aside.dtype).eps * size  # nothing but rounding is orthogonal to h
+        aside = (aside / norm(aside)).masked_fill(lost, torch.nan)
         size = torch.ones_like(size)
-    d = torch.as_tensor(_column(distance, aside), dtype=aside.dtype, device=aside.device)
-    share = d * scale / _norm(near_one)
+    d = torch.as_tensor(column(distance, aside), dtype=aside.dtype, device=aside.device)
+    share = d * scale / norm(near_one)
     change: Tensor = (-share * d / 2) * along + (d * (1 - share.square() / 4).sqrt()) * aside
     return torch.where(d == 0, torch.zeros_like(change), change)
 
@@ -343,8 +344,8 @@ def rescaling_change(
     h: Float[Tensor, "*batch d"], distance: float | Float[Tensor, "*#batch"]
 ) -> Float[Tensor, "*batch d"]:
     """What `rescale_by` adds, in float32 (float64 for float64 input); NaN where it is impossible."""
-    _, near_one, _ = _prepare(h, h)
-    d, length = _column(distance, near_one), _norm(near_one)
+    _, near_one, _ = prepare(h, h)
+    d, length = column(distance, near_one), norm(near_one)
     change: Tensor = d * (near_one / length)
     return torch.where(torch.as_tensor(d == 0, device=change.device), torch.zeros_like(change), change)
 
@@ -360,122 +361,3 @@ def sum_error(parts: Sequence[Tensor], whole: Tensor) -> float:
     gap = torch.stack(vectors[:-1]).sum(0) - vectors[-1]
     size = torch.stack([vector.norm(dim=-1) for vector in vectors]).amax(0)
     return float((gap.norm(dim=-1) / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
-
-
-def _prepare(update: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Working-precision update, reference scaled by a power of two to be near 1, and that power.
-
-    Without the scaling |r|^2 underflows below |r| = 1e-19 in float32, and a small reference would be
-    taken for a zero one. A power of two scales without rounding.
-    """
-    if update.shape != reference.shape:
-        raise GeometryError(
-            f"update {tuple(update.shape)} and reference {tuple(reference.shape)} differ in shape",
-            cure="give both the same shape; nothing is broadcast, so that no wrong reference slips through",
-        )
-    if not (update.is_floating_point() and reference.is_floating_point()):
-        raise GeometryError(
-            f"update {update.dtype} and reference {reference.dtype} must both be floating point",
-            cure="pass activations, not token ids",
-        )
-    if update.ndim == 0 or update.shape[-1] == 0:
-        raise GeometryError("vectors need a last axis of at least one component", cure="pass [..., d] tensors")
-    double = torch.float64 in (update.dtype, reference.dtype)
-    working = torch.float64 if double else torch.float32
-    u, r = update.to(working), reference.to(working)
-    largest = torch.maximum(r.detach().amax(-1, keepdim=True), -r.detach().amin(-1, keepdim=True))
-    limit = 1022 if double else 126
-    exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
-    scale = torch.ldexp(torch.ones_like(largest), -exponent)
-    return u, r * scale, scale
-
-
-def _change(u: Tensor, r: Tensor, s_par: float | Tensor, s_perp: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """u' - u for a prepared reference, <u, r> / |r|^2, and that |r|^2 (1 for a zero reference)."""
-    square = _dot(r, r)
-    square = square.masked_fill(square == 0, 1.0)
-    coefficient = _dot(u, r) / square
-    if isinstance(s_perp, float) and s_perp == 1.0:  # the common case: one pass over u less
-        return ((s_par - 1.0) * coefficient) * r, coefficient, square
-    return (s_perp - 1.0) * u + ((s_par - s_perp) * coefficient) * r, coefficient, square
-
-
-class _Change(torch.autograd.Function):
-    """`_change` with its gradients written out: a third of the passes over memory that autograd makes.
-
-        y = (s_perp - 1) u + k a r        a = <u, r> / |r|^2        k = s_par - s_perp        p = <g, r> / |r|^2
-        dL/du = (s_perp - 1) g + k p r    dL/dr = k (a g + p u - 2 a p r)
-        dL/ds_par = a <g, r>              dL/ds_perp = <g, u> - a <g, r>
-
-    `r` comes twice, as it is and prepared: y is the same for both, and dL/dr that of the prepared one times its scale.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, u: Tensor, wide: Tensor, r: Tensor, scale: Tensor, s_par: float | Tensor, s_perp: float | Tensor
-    ) -> Tensor:
-        change, coefficient, square = _change(u, r, s_par, s_perp)
-        given = [s if isinstance(s, Tensor) else None for s in (s_par, s_perp)]
-        ctx.numbers = [s if isinstance(s, float) else None for s in (s_par, s_perp)]
-        ctx.save_for_backward(u, wide, r, scale, coefficient, square, *given)
-        return change
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        u, wide, r, scale, coefficient, square, *given = ctx.saved_tensors
-        s_par, s_perp = (n if t is None else t for n, t in zip(ctx.numbers, given, strict=True))
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted: by autograd, through all of it
-            inputs = [x for x, wanted in zip((u, wide, s_par, s_perp), _needed(ctx), strict=True) if wanted]
-            found = iter(torch.autograd.grad(_change(u, wide * scale, s_par, s_perp)[0], inputs, g, create_graph=True))
-            du, dwide, dpar, dperp = (next(found) if wanted else None for wanted in _needed(ctx))
-            return du, dwide, None, None, dpar, dperp
-        k, along, du, dwide, dpar, dperp = s_par - s_perp, _dot(g, r), None, None, None, None
-        p = along / square
-        alone = isinstance(s_perp, float) and s_perp == 1.0
-        if ctx.needs_input_grad[0]:
-            du = (k * p) * r
-            du = du if alone else du.add_((s_perp - 1.0) * g)
-        if ctx.needs_input_grad[1]:
-            a = (k * scale) * coefficient
-            dwide = (a * g).addcmul_((k * scale) * p, u).addcmul_(a * p, r, value=-2)
-        if ctx.needs_input_grad[4]:
-            dpar = (coefficient * along).sum_to_size(s_par.shape)
-        if ctx.needs_input_grad[5]:
-            dperp = (_dot(g, u) - coefficient * along).sum_to_size(s_perp.shape)
-        return du, dwide, None, None, dpar, dperp
-
-
-def _needed(ctx: Any) -> tuple[bool, ...]:
-    return tuple(ctx.needs_input_grad[i] for i in (0, 1, 4, 5))
-
-
-def _coefficient(u: Tensor, r: Tensor, norm: Tensor | None = None) -> Tensor:
-    """<u, r> / |r|^2 with the last axis kept; 0 for a zero reference."""
-    square = _dot(r, r) if norm is None else norm.square()
-    return _dot(u, r) / square.masked_fill(square == 0, 1.0)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    kind = a.device.type
-    if torch.is_autocast_enabled(kind):  # it would compute this product, of all that is done here, in half precision
-        with torch.autocast(kind, enabled=False):
-            return _dot(a, b)
-    product: Tensor = torch.linalg.vecdot(a, b)
-    return product.unsqueeze(-1)
-
-
-def _norm(a: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
-    return length
-
-
-def _column(scale: float | Tensor, like: Tensor) -> float | Tensor:
-    """A scale as a number, or as a tensor with an axis of size 1 for the vector components."""
-    if not isinstance(scale, Tensor):
-        return float(scale)
-    return scale.to(device=like.device, dtype=like.dtype).unsqueeze(-1)
-
-
-def _unit(a: Tensor) -> Tensor:
-    length = _norm(a)
-    return a / length.masked_fill(length == 0, 1.0)

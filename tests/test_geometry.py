@@ -353,3 +353,36 @@ def test_autocast_changes_no_digit_of_the_float32_arithmetic():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(scale_components(u, r, 0.0), expected)
         assert torch.equal(scale_components(u.bfloat16(), r, 0.0), scale_components(u.bfloat16(), r, 0.0).bfloat16())
+
+
+def turned_about(u, r, noise):
+    """A matched direction by its definition, for autograd."""
+    size = lambda x: x.norm(dim=-1, keepdim=True)  # noqa: E731
+    cosine = (u * r).sum(-1, keepdim=True) / (size(u) * size(r))
+    aside = noise - (noise * u).sum(-1, keepdim=True) / size(u) ** 2 * u
+    return cosine * u / size(u) + (1 - cosine**2).sqrt() * aside / size(aside)
+
+
+@pytest.mark.parametrize("learned", ["update", "reference", "both"])
+def test_gradients_of_a_matched_direction_are_those_of_its_definition(learned):
+    generator = torch.Generator().manual_seed(0)
+    u, r, noise, g = (torch.randn(4, 3, 7, generator=generator, dtype=torch.float64) for _ in range(4))
+    r = -30 * r
+    found = []
+    for direction in (matched_direction, turned_about):
+        pair = [x.clone().requires_grad_(learned in (name, "both")) for x, name in ((u, "update"), (r, "reference"))]
+        leaves = [x for x in pair if x.requires_grad]
+        first = torch.autograd.grad(direction(*pair, noise), leaves, g, create_graph=True)
+        second = torch.autograd.grad(sum((x**2).sum() for x in first), leaves)
+        found.append([*first, *torch.autograd.grad(direction(*pair, noise), leaves, g), *second])
+    for ours, by_autograd in zip(*found, strict=True):
+        torch.testing.assert_close(ours, by_autograd, rtol=1e-9, atol=1e-11)
+    assert found[0][0].norm() > 1e-3
+
+
+def test_a_matched_direction_is_the_same_to_the_last_bit_with_gradients_and_without():
+    generator = torch.Generator().manual_seed(0)
+    u, r, noise = (torch.randn(6, 9, generator=generator) for _ in range(3))
+    u[0], r[1], r[2], noise[3] = 0.0, 0.0, u[2], u[3]
+    leaves = [x.clone().requires_grad_() for x in (u, r)]
+    assert torch.equal(matched_direction(*leaves, noise), matched_direction(u, r, noise))
