@@ -11,7 +11,6 @@ from lens_geometry.anatomy import attached
 from lens_geometry.edits import applied, remove_diagonal, scale
 from lens_geometry.edits.suppressing import Gate
 from lens_geometry.errors import GeometryError, LensGeometryError, SiteError
-from lens_geometry.training.first_step import first_losses
 from lens_geometry.training.suppression import ARMS, Suppression, Suppressor, arm
 
 CLASSES = [pair for pair in zoo.cases("bridge", "hooked") if pair[0] in ("llama_gqa", "gpt2")]
@@ -187,16 +186,3 @@ def test_chosen_layers_alone_are_suppressed():
         logits(model, ids, suppressor.hooks), logits(model, ids, scale(model, "value", parallel=0.0, layers=[1, 3]))
     )
     assert {int(name.split(".")[1]) for name, _ in suppressor.hooks} == {1, 3}
-
-
-def test_first_losses_differ_between_arms_by_the_edit_alone():
-    model, ids = zoo.build("llama_gqa", fresh=True), zoo.tokens(3, 13)
-    scored = torch.ones(3, 12, dtype=torch.bool)
-    scored[1, 4:] = False
-    found = {name: first_losses(model, Suppressor(model, arm(name)), ids, scored) for name in ARMS}
-    assert len({losses["bare"] for losses in found.values()}) == 1
-    assert found["baseline"]["edited"] == found["baseline"]["bare"]
-    assert len({losses["edited"] for losses in found.values()}) == len(ARMS)
-    by_hand = -torch.log_softmax(logits(model, ids[:, :-1]).double(), -1)
-    picked = [by_hand[b, t, ids[b, t + 1]] for b in range(3) for t in range(12) if scored[b, t]]
-    assert found["attn"]["bare"] == pytest.approx(float(torch.stack(picked).mean()), rel=1e-6)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lens_geometry.errors import TrainingError
 from lens_geometry.training.suppression import Suppression
+from lens_geometry.training.windows import Packing
 
 Norm = Literal["RMS", "LN"]
 
@@ -82,6 +83,8 @@ class TrainingConfig:
         tokens: directory that `prepare_tokens` (`lens-geometry tokens`) wrote.
         out: directory of the run: curve, checkpoints, result.
         shape: of the model; its d_vocab has to hold the tokens' vocabulary.
+        packing: "documents" (a sequence never leaves its document) or "stream" (documents one after another, for
+            short ones; what begins a document is not scored).
         suppression: what is done to the updates, in training and in evaluation alike.
         steps: optimiser steps.
         batch_size: sequences per optimiser step, over all processes and accumulated parts.
@@ -111,6 +114,7 @@ class TrainingConfig:
     tokens: str
     out: str
     shape: Shape = field(default_factory=Shape)
+    packing: Packing = "documents"
     suppression: Suppression = field(default_factory=Suppression)
     steps: int = 1000
     batch_size: int = 16

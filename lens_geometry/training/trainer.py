@@ -80,7 +80,8 @@ def train(config: TrainingConfig) -> Result:
 
 def _train(config: TrainingConfig, team: Processes) -> Result:
     tokens = open_tokens(config.tokens)
-    training, held_out = (part.windows(config.shape.n_ctx) for part in (tokens.train, tokens.held_out))
+    sides = (tokens.train, tokens.held_out)
+    training, held_out = (side.windows(config.shape.n_ctx, packing=config.packing) for side in sides)
     check_fit(config, tokens, training)
     check_parts(config.batch_size, config.accumulation, team)
     run, device = Path(config.out), team.device or torch.device(default_device())
@@ -107,11 +108,11 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
         curve.add({"step": 0, "tokens": 0, "bare_held_out_loss": evaluate(model, suppressor, held_out, config)[0]})
 
     model.train()
-    to_do = state["step"] < config.steps
-    edited = applied(model, suppressor.hooks) if suppressor.hooks and to_do else nullcontext()
+    start = state["step"]
+    edited = applied(model, suppressor.hooks) if suppressor.hooks and start < config.steps else nullcontext()
     with edited, bar(config.steps, "training", config.progress and team.first) as progress:
-        progress.update(state["step"])
-        for step in range(state["step"], config.steps + 1):
+        progress.update(start)
+        for step in range(start, config.steps + 1):
             suppressor.at_step(step)
             state["step"] = step
             so_far = {**state, "tokens": step * config.batch_size * config.shape.n_ctx}
@@ -119,7 +120,7 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
                 loss, per_sequence = evaluate(model, suppressor, held_out, config)
                 curve.add({**so_far, "held_out_loss": loss, "per_sequence": per_sequence})
                 progress.set_postfix(held_out=f"{loss:.4f}")
-            if step == config.steps or (step > 0 and step % config.checkpoint_every == 0):
+            if step > start and (step == config.steps or step % config.checkpoint_every == 0):
                 whole = {
                     **state,
                     "config": config.as_dict(),
