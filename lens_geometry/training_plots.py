@@ -95,7 +95,9 @@ def arms_figure(table: pd.DataFrame) -> go.Figure:
         dots = go.Scatter(x=rows["change"], y=places, mode="markers", name=at, text=text, showlegend=False)
         dots.update(marker={"color": colours, "symbol": symbol, "size": 9, "line": {"width": 1.5}})
         up, down = rows["change_high"] - rows["change"], rows["change"] - rows["change_low"]
-        dots.update(error_x={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 0})
+        dots.update(
+            error_x={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 0, "color": INK}
+        )
         drawn.add_trace(dots.update(hovertemplate="%{text}<extra></extra>"), row=3, col=1)
     ticks = {"tickvals": list(range(1, len(names))), "ticktext": names[1:]}
     drawn.update_yaxes(**ticks, range=[len(names) - 0.5, 0.5], row=3, col=1)
