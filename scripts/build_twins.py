@@ -4,7 +4,8 @@
 
 Everything is fixed: bundled prose, its byte-level BPE, shape, seeds of weights and batches, steps. Weights are kept in
 float16; what that costs is measured and recorded. Beside the weights lie `training.json` (settings, versions, hashes,
-losses) and `curve.csv` (every evaluation, and the loss of every tenth step).
+losses) and `curve.csv` (every evaluation, and the loss of every tenth step). The documents that neither has seen are
+written to WORK/held-out as .txt files, to measure on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokens = arguments.work / "tokens"
     prepare_tokens(TEXTS, tokens, d_vocab=CONFIG.shape.d_vocab)
+    write_held_out(tokens, arguments.work / "held-out")
     for name, norm in TWINS.items():
         if arguments.only in (None, name):
             run = arguments.work / f"twin-{norm}"
@@ -61,6 +64,16 @@ def main() -> None:
             config = replace(CONFIG, tokens=str(tokens), out=str(run), shape=shape)
             result = train(config)
             export(name, config, result.table, result.meta)
+
+
+def write_held_out(tokens: Path, out: Path) -> None:
+    """Each held-out document as a .txt file."""
+    files = open_tokens(tokens)
+    bounds = files.held_out.bounds.tolist()
+    out.mkdir(parents=True, exist_ok=True)
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        text = files.tokenizer.decode(files.held_out.between(start, stop), skip_special_tokens=True)
+        (out / f"{number:02d}.txt").write_text(text, encoding="utf-8")
 
 
 def export(name: str, config: TrainingConfig, table: pd.DataFrame, meta: dict[str, Any]) -> None:
