@@ -258,18 +258,11 @@ def test_a_twin_knows_english_and_is_what_its_record_says(name: str) -> None:
 
 
 def test_the_twins_differ_in_their_norm_alone() -> None:
-    one, other = (
-        json.loads((bundled_directory(name) / "training.json").read_text())
-        for name in ("twin-layernorm", "twin-rmsnorm")
-    )
+    places = [bundled_directory(name) for name in ("twin-layernorm", "twin-rmsnorm")]
+    one, other = (json.loads((place / "training.json").read_text()) for place in places)
     assert one["config"].pop("shape") == {**other["config"].pop("shape"), "norm": "LN"}
     for record in (one, other):
         record["config"].pop("out")
     assert one["config"] == other["config"]
     assert one["tokens_sha256"] == other["tokens_sha256"]
-    ids = torch.arange(300, 330)[None]
-    same = [bundled_directory(name) / "tokenizer.json" for name in ("twin-layernorm", "twin-rmsnorm")]
-    assert same[0].read_bytes() == same[1].read_bytes()
-    assert not torch.equal(
-        *(models.load_model(name)(ids, return_type="logits") for name in ("twin-layernorm", "twin-rmsnorm"))
-    )
+    assert (places[0] / "tokenizer.json").read_bytes() == (places[1] / "tokenizer.json").read_bytes()
