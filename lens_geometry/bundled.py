@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,15 +55,26 @@ BUNDLED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 )
 
 
-def bundled_directory(name: str) -> Path:
-    """The Hugging Face directory of a bundled model, built in code the first time (well under a second).
+TWINS: Mapping[str, str] = MappingProxyType(
+    {
+        "twin-layernorm": "small English model of Austen and Melville; LayerNorm",
+        "twin-rmsnorm": "the same with RMSNorm: same shape, text, batches and initial weights",
+    }
+)
+"""Models trained here (scripts/build_twins.py), alike in everything but their norm, and what is said of them."""
 
-    The weights come from a generator with seed 0; the global random state is not touched.
+
+def bundled_directory(name: str) -> Path:
+    """The Hugging Face directory of a bundled model: a twin's own, or one built in code the first time.
+
+    The weights of the latter come from a generator with seed 0; the global random state is not touched.
 
     Raises:
-        KeyError: `name` is not in BUNDLED.
+        KeyError: `name` is neither in BUNDLED nor in TWINS.
         ModelError: the cache cannot be written.
     """
+    if name in TWINS:
+        return Path(str(resources.files("lens_geometry") / "assets" / name))
     kind, settings = BUNDLED[name]
     recipe = hashlib.sha256(f"{_RECIPE} {kind} {dict(settings)}".encode()).hexdigest()[:8]
     target = cache.models_directory() / f"{name}-{recipe}"

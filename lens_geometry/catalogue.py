@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 
 from lens_geometry import cache, fetch, index
-from lens_geometry.bundled import BUNDLED
+from lens_geometry.bundled import BUNDLED, TWINS, bundled_directory
 
 SMOLLM2 = "smollm2-135m"
-OFFLINE_NAMES = (*BUNDLED, SMOLLM2)
+OFFLINE_NAMES = (*BUNDLED, *TWINS, SMOLLM2)
 
 
 def known_models(*, timeout: float = 3.0) -> pd.DataFrame:
@@ -35,6 +35,9 @@ def known_models(*, timeout: float = 3.0) -> pd.DataFrame:
     traits = ("grouped-query attention, RMSNorm", "LayerNorm, biases", "attention and MLP in parallel")
     for name, trait in zip(BUNDLED, traits, strict=True):
         add(name, "bundled", "built in code", True, None, f"random weights; {trait}")
+    for name, trait in TWINS.items():
+        size = sum(file.stat().st_size for file in bundled_directory(name).iterdir())
+        add(name, "bundled", "trained for this package", True, size, trait)
     home = cache.models_directory()
     smollm2 = cache.read_marker(home / SMOLLM2)
     add(

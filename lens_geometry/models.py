@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lens_geometry import cache, fetch, loaders, suppressed
-from lens_geometry.bundled import BUNDLED, bundled_directory
+from lens_geometry.bundled import BUNDLED, TWINS, bundled_directory
 from lens_geometry.catalogue import (
     OFFLINE_NAMES,
     SMOLLM2,
@@ -172,7 +172,7 @@ def _hub_suppression(name: str, revision: str | None) -> Path | None:
 
 def _directory_of(name: str, revision: str | None) -> Path | None:
     """The local directory that `name` stands for; None when it comes from the hub, which then answers."""
-    if name in BUNDLED:
+    if name in BUNDLED or name in TWINS:
         return bundled_directory(name)
     if name == SMOLLM2:
         return fetch.smollm2_directory()

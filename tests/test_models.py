@@ -16,6 +16,7 @@ import transformers
 import zoo
 
 from lens_geometry import cache, models
+from lens_geometry.bundled import bundled_directory
 from lens_geometry.errors import ModelError
 
 BUNDLED = ("tiny-random-llama", "tiny-random-gpt2", "tiny-random-neox")
@@ -237,3 +238,31 @@ def test_require_model_says_how_to_make_one() -> None:
 def test_what_is_no_name_is_refused_with_the_way_to_use_a_model_that_is_there(thing: object) -> None:
     with pytest.raises(ModelError, match="takes a name or a path"):
         models.load_model(thing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["twin-layernorm", "twin-rmsnorm"])
+def test_a_twin_knows_english_and_is_what_its_record_says(name: str) -> None:
+    model = models.load_model(name)
+    loss = model(
+        "The whale was seen from the deck, and the captain ordered the boats to be lowered into the sea.",
+        return_type="loss",
+        prepend_bos=False,
+    )
+    assert loss.item() < 5.0  # guessing is ln 2048 = 7.6
+    about = models.describe(model)
+    assert about["normalization_type"].startswith("LN" if name == "twin-layernorm" else "RMS")
+    assert about["source_sha256"] is not None
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) < 2_900_000
+    size = sum(file.stat().st_size for file in bundled_directory(name).iterdir())
+    assert size < 12_000_000
+
+
+def test_the_twins_differ_in_their_norm_alone() -> None:
+    places = [bundled_directory(name) for name in ("twin-layernorm", "twin-rmsnorm")]
+    one, other = (json.loads((place / "training.json").read_text()) for place in places)
+    assert one["config"].pop("shape") == {**other["config"].pop("shape"), "norm": "LN"}
+    for record in (one, other):
+        record["config"].pop("out")
+    assert one["config"] == other["config"]
+    assert one["tokens_sha256"] == other["tokens_sha256"]
+    assert (places[0] / "tokenizer.json").read_bytes() == (places[1] / "tokenizer.json").read_bytes()

@@ -112,7 +112,7 @@ def test_a_preset_is_a_run_of_the_trainer_whose_settings_can_be_changed():
 
 def test_what_is_asked_for_beside_a_preset_holds_and_the_rest_is_the_presets():
     default = TrainingConfig(tokens="", out="results/train")
-    shape = dataclasses.replace(default.shape, n_heads=20, n_key_value_heads=5)
+    shape = dataclasses.replace(default.shape, d_model=2560, n_heads=20, n_key_value_heads=5)
     given = dataclasses.replace(default, out="run", accumulation=16, gradient_checkpointing=True, shape=shape)
     config = with_preset("2.7B", given, default)
     assert config.shape == dataclasses.replace(PRESETS["2.7B"].shape, n_heads=20, n_key_value_heads=5)

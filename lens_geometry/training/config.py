@@ -169,7 +169,7 @@ class TrainingConfig:
 
 
 MAY_CHANGE = (
-    *("out", "progress", "keep", "checkpoint_every"),
+    *("tokens", "out", "progress", "keep", "checkpoint_every"),
     *("accumulation", "device", "gradient_checkpointing", "sharding"),
 )
 """What may differ when a run goes on: it changes no number, or (the second line, and how many processes) rounding."""

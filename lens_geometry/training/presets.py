@@ -14,7 +14,7 @@ where it had to choose:
 - **Names.** With so few key-value heads the two named shapes have fewer parameters than their names say: 1.16 and
   2.34 billion. The names fit the same widths with full attention. The shapes are kept, not the names.
 - **Heads of 2.7B.** 32 of width 80, as the table says; the published code has 20 (and 5 key-value heads) of width
-  128: the same number of parameters and FLOPs, `--preset 2.7B --n-heads 20 --n-key-value-heads 5`.
+  128: the same number of parameters and FLOPs, `--preset 2.7B --d-model 2560 --n-heads 20 --n-key-value-heads 5`.
 """
 
 from __future__ import annotations

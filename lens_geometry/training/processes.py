@@ -62,7 +62,7 @@ def join(sharding: Sharding = "auto", device: str | None = None) -> Processes:
         from accelerate import PartialState
     except ImportError as error:
         raise TrainingError(
-            "several processes need accelerate, which is not installed", cure='pip install "lens-geometry[train]"'
+            "several processes need accelerate, which is not installed", cure="pip install accelerate"
         ) from error
     state = PartialState(cpu=device == "cpu")
     if sharding == "auto":
