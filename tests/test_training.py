@@ -333,6 +333,14 @@ def test_settings_may_change_while_there_is_no_checkpoint_and_tokens_may_be_move
         load_model(config.out)
 
 
+def test_a_loaded_checkpoint_has_no_token_put_before_a_text_that_training_never_put_there(
+    config: TrainingConfig,
+) -> None:
+    model = load_model(train(replace(config, steps=1)).meta["checkpoint"])
+    ids = model.to_tokens("It is")[0].tolist()
+    assert ids == model.tokenizer("It is", add_special_tokens=False)["input_ids"]
+
+
 def test_a_missing_tokenizer_is_seen_before_the_first_step(config: TrainingConfig, tmp_path: Path) -> None:
     shutil.copytree(config.tokens, tmp_path / "tokens", ignore=shutil.ignore_patterns("tokenizer"))
     with pytest.raises(DataError, match="tokenizer cannot be read"):
@@ -454,7 +462,7 @@ def test_runs_that_saw_other_batches_are_not_compared(config: TrainingConfig) ->
         ({"betas": (1.0, 2.0)}, "betas are"),
         ({"sharding": "FSDP"}, "unknown sharding 'FSDP'"),
         ({"batch_size": 5, "accumulation": 2}, "cannot be cut"),
-        ({"shape": replace(TINY, d_vocab=290)}, "vocabulary of 300.*--shape.d-vocab 300"),
+        ({"shape": replace(TINY, d_vocab=290)}, "vocabulary of 300.*--d-vocab 300"),
         ({"batch_size": 10**6}, "more than the"),
     ],
 )

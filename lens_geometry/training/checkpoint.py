@@ -54,7 +54,11 @@ def save_checkpoint(
         save_suppression(unfinished, suppressor)
         save_file(moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
+        marker = {
+            "source": f"lens_geometry training, step {state['step']}",
+            "default_prepend_bos": state["config"]["packing"] == "stream",  # else no input ever began with it
+        }
+        cache.write_marker(unfinished, marker)
         for file in unfinished.iterdir():
             _sync(file)
         shutil.rmtree(target, ignore_errors=True)
