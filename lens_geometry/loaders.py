@@ -52,6 +52,13 @@ def read_directory(directory: Path, dtype: torch.dtype, trust_remote_code: bool)
     """The Hugging Face model (eager attention, as the bridge wants it) and its tokenizer or None."""
     import transformers
 
+    checkpoints = sorted((directory / "checkpoints").glob("step-*"))
+    if checkpoints and (directory / "curve.jsonl").is_file():
+        raise ModelError(
+            "this is the directory of a training run, not a model",
+            where=str(directory),
+            cure=f"give one of its checkpoints, such as {checkpoints[-1]}",
+        )
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         raise ModelError(

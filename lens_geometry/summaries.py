@@ -238,10 +238,12 @@ def training_summary(table: pd.DataFrame) -> str:
     lines = [f"{'arm':<20}{'at':<14}{'held-out loss':>14}{'change [95 %]':>28}{'seconds':>10}  seeds"]
     for _, row in table[table["kind"] == "final"].iterrows():
         if row.status != "done":
-            lines.append(f"{row.arm:<20}no run came to its end ({row.n_diverged} diverged)")
+            lost = row.status == "no baseline"
+            why = "the baseline of its seeds came to no end" if lost else "no run came to its end"
+            lines.append(f"{row.arm:<20}{why} ({row.n_diverged:.0f} diverged)")
             continue
         change = _with_interval(row, "change", "{:+.4f}")
-        seeds = f"{row.n_seeds}" + (f", {row.n_diverged} diverged" if row.n_diverged else "")
+        seeds = f"{row.n_seeds:.0f}" + (f", {row.n_diverged:.0f} diverged" if row.n_diverged else "")
         lines.append(f"{row.arm:<20}{row['at']:<14}{row.held_out_loss:>14.4f}{change:>28}{row.seconds:>10.0f}  {seeds}")
     lines.append("before the first step, with the arm's edit and without it (equal weights, hence equal without):")
     first = table[table["kind"] == "first"]

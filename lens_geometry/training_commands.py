@@ -9,12 +9,14 @@ from pathlib import Path
 import tyro
 
 from lens_geometry import summaries
+from lens_geometry.errors import TrainingError
 from lens_geometry.training.comparison import Clock, compare_arms
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.cost import CostSettings, cost, cost_summary
 from lens_geometry.training.data import Packing, open_tokens, prepare_tokens
 from lens_geometry.training.presets import with_preset
 from lens_geometry.training.processes import first_in_turn, join
+from lens_geometry.training.suppression import arm
 from lens_geometry.training.trainer import train
 
 PROSE = ("austen", "moby-dick")
@@ -38,8 +40,8 @@ def train_command(
     Example: lens-geometry train --arms baseline attn value gate --seeds 3 --steps 500 --out results/ablation
 
     Args:
-        arms: baseline, attn, value, value_excl_self, mlp, gate, gate_attn, diagonal, norm_matched, norm_matched_attn;
-            with a scale such as value:0.5. Without any, one run as --site and its like say.
+        arms: baseline, attn, value, value_excl_self, mlp, gate, gate_attn, diagonal, diagonal_shrinking, norm_matched,
+            norm_matched_attn; with a scale such as value:0.5. Without any, one run as --site and its like say.
         seeds: with --arms, how many; each of the weights and of the batches.
         first_seed: the first of them.
         clock: what counts as equal time: seconds, or cpu_seconds on a machine that does other work too.
@@ -50,6 +52,13 @@ def train_command(
     """
     if preset is not None:
         config = with_preset(preset, config, CONFIG)
+    for name in arms:
+        arm(name)  # better refused now than after the tokens are prepared
+    if not arms and (seeds, first_seed) != (1, 0):
+        raise TrainingError(
+            "--seeds and --first-seed count runs of --arms, and none are named",
+            cure="name arms (--arms baseline is one), or set --seed-weights and --seed-batches of one run",
+        )
     team, out = join(config.sharding, config.device), Path(config.out)
     if not config.tokens:
         prepared = out / "tokens"

@@ -85,7 +85,8 @@ def _line(table: pd.DataFrame, name: str) -> list[str]:
     last = cells["equal tokens"]
     lost = f"{last['n_diverged']:.0f} diverged"
     if "equal time" not in cells:
-        return [name, "none came to its end", "", "", first, lost]
+        why = "the baseline came to no end" if last.get("status") == "no baseline" else "none came to its end"
+        return [name, why, "", "", first, lost]
     seeds = f"{last['n_seeds']:.0f}" + (f", {lost}" if last["n_diverged"] else "")
     changes = ["" if name == "baseline" else _change(cells[at]) for at in ("equal tokens", "equal time")]
     return [name, number(last["held_out_loss"], digits=4), *changes, first, seeds]

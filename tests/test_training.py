@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from lens_geometry import loaders, summaries
-from lens_geometry.errors import ResultError, TrainingError
+from lens_geometry.cli import main
+from lens_geometry.errors import DataError, DivergedError, ModelError, ResultError, SiteError, TrainingError
+from lens_geometry.models import load_model
 from lens_geometry.results import alone
 from lens_geometry.training import Shape, TrainingConfig, arm, prepare_tokens, train, trainer
 from lens_geometry.training import checkpoint as saved
@@ -33,7 +35,9 @@ from lens_geometry.training.model import (
     open_model,
     save_model,
 )
+from lens_geometry.training.suppression import Suppression, Suppressor
 from lens_geometry.training_plots import arms_figure
+from lens_geometry.training_sections import arms_section
 
 BACKENDS = ("bridge", "hooked") if loaders.hooked_class() else ("bridge",)
 TINY = Shape(n_layers=2, n_heads=4, n_key_value_heads=2, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
@@ -256,6 +260,144 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_batch_and_the_last_ch
         train(config)
 
 
+@pytest.mark.parametrize("where", ["loss", "held-out"])
+def test_a_checkpoint_is_kept_only_of_weights_whose_loss_is_finite(
+    config: TrainingConfig, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "loss":
+        step_of = trainer.backward
+
+        def broken(*arguments: Any) -> float:
+            return math.nan if arguments[5] == 4 else step_of(*arguments)
+
+        monkeypatch.setattr(trainer, "backward", broken)
+    else:
+        measured = trainer.evaluate
+        losses = iter([1.0, 1.0, 1.0, math.nan])  # bare, and before steps 0, 3 and 6
+        monkeypatch.setattr(trainer, "evaluate", lambda *arguments: (next(losses), measured(*arguments)[1]))
+    with pytest.raises(
+        DivergedError, match=f"loss is nan.*last good checkpoint is .*step-0000000{2 if where == 'loss' else 4}"
+    ):
+        train(replace(config, keep=1))
+    places = [path.name for path in (Path(config.out) / "checkpoints").iterdir()]
+    assert places == [f"step-0000000{2 if where == 'loss' else 4}"]
+
+
+def test_a_curve_that_lacks_steps_is_refused_and_never_measured_anew_from_trained_weights(
+    config: TrainingConfig,
+) -> None:
+    train(replace(config, suppression=arm("value")))
+    path = Path(config.out) / saved.CURVE
+    whole = path.read_text()
+    path.write_text("")
+    with pytest.raises(TrainingError, match="the curve lacks steps before step 6"):
+        train(replace(config, suppression=arm("value")))
+    path.write_text("".join(line for line in whole.splitlines(True) if '"step": 6' not in line))
+    train(replace(config, suppression=arm("value")))  # the last evaluation alone, under the edit
+    assert [json.loads(line)["held_out_loss"] for line in path.read_text().splitlines() if '"step": 6' in line] == [
+        json.loads(line)["held_out_loss"] for line in whole.splitlines() if '"step": 6' in line
+    ]
+
+
+def test_a_full_disk_when_a_run_goes_on_leaves_its_curve(
+    config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config)
+    path = Path(config.out) / saved.CURVE
+    before = path.read_text()
+
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        self.write_bytes(b"{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        saved.Curve(path, 6)
+    monkeypatch.undo()
+    assert path.read_text() == before
+
+
+def test_settings_may_change_while_there_is_no_checkpoint_and_tokens_may_be_moved(
+    config: TrainingConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(SiteError, match="no layer 7"):
+        train(replace(config, suppression=Suppression("value", layers=(7,))))
+    train(config)
+    shutil.copytree(config.tokens, tmp_path / "elsewhere")
+    train(replace(config, tokens=str(tmp_path / "elsewhere")))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(TrainingError, match="a run with other settings is here"):
+        train(replace(config, out=str(tmp_path / "model")))
+    with pytest.raises(ModelError, match=r"a training run, not a model.*step-00000006"):
+        load_model(config.out)
+
+
+def test_a_loaded_checkpoint_has_no_token_put_before_a_text_that_training_never_put_there(
+    config: TrainingConfig,
+) -> None:
+    model = load_model(train(replace(config, steps=1)).meta["checkpoint"])
+    ids = model.to_tokens("It is")[0].tolist()
+    assert ids == model.tokenizer("It is", add_special_tokens=False)["input_ids"]
+
+
+def test_a_missing_tokenizer_is_seen_before_the_first_step(config: TrainingConfig, tmp_path: Path) -> None:
+    shutil.copytree(config.tokens, tmp_path / "tokens", ignore=shutil.ignore_patterns("tokenizer"))
+    with pytest.raises(DataError, match="tokenizer cannot be read"):
+        train(replace(config, tokens=str(tmp_path / "tokens")))
+    assert not (Path(config.out) / saved.CURVE).exists()
+
+
+def test_an_optimisers_state_that_is_damaged_or_another_classs_is_one_error(config: TrainingConfig) -> None:
+    train(config)
+    newest = saved.newest_checkpoint(Path(config.out))
+    assert newest is not None
+    model = build_model(TINY, 0, backend="bridge")
+    optimizer = trainer.make_optimizer(model, Suppressor(model, Suppression()), config)
+    saved.load_optimizer(optimizer, newest)
+    optimizer.param_groups[0]["names"][0] = "blocks.0.attn.W_Q"
+    with pytest.raises(TrainingError, match="another class of model"):
+        saved.load_optimizer(optimizer, newest)
+    (newest / saved.OPTIMIZER).write_bytes(b"\xff" * (newest / saved.OPTIMIZER).stat().st_size)
+    with pytest.raises(TrainingError, match="optimiser's state cannot be read"):
+        train(config)
+
+
+@pytest.mark.parametrize("broken_arm", ["baseline", "both"])
+def test_a_comparison_whose_baseline_diverges_is_still_saved(
+    config: TrainingConfig, broken_arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = trainer.backward
+
+    def broken(model: Any, suppressor: Any, *rest: Any) -> float:
+        return math.nan if broken_arm == "both" or not suppressor.hooks else step(model, suppressor, *rest)
+
+    monkeypatch.setattr(trainer, "backward", broken)
+    result = compare_arms(config, ["value"])
+    result.save(config.out)
+    final = result.table[result.table["kind"] == "final"].set_index("arm")
+    assert final.loc["value", "status"] == ("diverged" if broken_arm == "both" else "no baseline")
+    words = summaries.training_summary(result.table)
+    assert ("the baseline of its seeds came to no end (0 diverged)" in words) == (broken_arm == "baseline")
+    assert "".join(arms_section(result.table, "key"))
+
+
+def test_arms_refuse_a_suppression_beside_them(config: TrainingConfig) -> None:
+    with pytest.raises(TrainingError, match="arms have their own settings"):
+        compare_arms(replace(config, suppression=Suppression("mlp")), ["value"])
+
+
+def test_the_command_refuses_an_unknown_arm_and_seeds_without_arms_before_anything_is_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--arms", "valeu", "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", "--seeds", "3", "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "there is no arm 'valeu'" in said
+    assert "--seeds and --first-seed count runs of --arms" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_accumulated_parts_make_the_same_step_as_the_whole_batch(config: TrainingConfig) -> None:
     train(config)
     parts = replace(config, out=config.out + "-parts", accumulation=2)
@@ -317,8 +459,10 @@ def test_runs_that_saw_other_batches_are_not_compared(config: TrainingConfig) ->
     [
         ({"steps": 0}, "steps is 0"),
         ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (1.0, 2.0)}, "betas are"),
+        ({"sharding": "FSDP"}, "unknown sharding 'FSDP'"),
         ({"batch_size": 5, "accumulation": 2}, "cannot be cut"),
-        ({"shape": replace(TINY, d_vocab=290)}, "vocabulary of 300.*--shape.d-vocab 300"),
+        ({"shape": replace(TINY, d_vocab=290)}, "vocabulary of 300.*--d-vocab 300"),
         ({"batch_size": 10**6}, "more than the"),
     ],
 )

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lens_geometry import cache
 from lens_geometry.errors import TrainingError
+from lens_geometry.results import replace_file
 from lens_geometry.suppressed import save_suppression
 from lens_geometry.training.config import MAY_CHANGE, Shape
 from lens_geometry.training.model import save_model
@@ -24,6 +27,7 @@ from lens_geometry.training.processes import shared_like, whole
 from lens_geometry.training.suppression import Suppressor
 
 STATE, OPTIMIZER, CURVE, CONFIG = "trainer.json", "optimizer.safetensors", "curve.jsonl", "config.json"
+BEFORE = "remove its directory; the run goes on from the one before"
 RETRY = "free space, and run the same command again: it goes on from the last checkpoint"
 
 
@@ -50,7 +54,11 @@ def save_checkpoint(
         save_suppression(unfinished, suppressor)
         save_file(moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        cache.write_marker(unfinished, {"source": f"lens_geometry training, step {state['step']}"})
+        marker = {
+            "source": f"lens_geometry training, step {state['step']}",
+            "default_prepend_bos": state["config"]["packing"] == "stream",  # else no input ever began with it
+        }
+        cache.write_marker(unfinished, marker)
         for file in unfinished.iterdir():
             _sync(file)
         shutil.rmtree(target, ignore_errors=True)
@@ -93,7 +101,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise TrainingError(
             f"this checkpoint cannot be read ({error})",
             where=str(checkpoint),
-            cure="remove its directory; the run goes on from the one before",
+            cure=BEFORE,
         ) from error
     return state
 
@@ -111,8 +119,24 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, *, kept: bool = True) ->
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Put back what `optimizer_tensors` took."""
-    tensors = load_file(checkpoint / OPTIMIZER)
+    """Put back what `optimizer_tensors` took.
+
+    Raises:
+        TrainingError: the file is damaged, or of another class of model (`backend`).
+    """
+    try:
+        tensors = load_file(checkpoint / OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"the optimiser's state cannot be read ({error})", where=str(checkpoint), cure=BEFORE
+        ) from error
+    names = {name for group in optimizer.param_groups for name in group["names"]}
+    if {f"step.{name}" for name in names} - set(tensors):
+        raise TrainingError(
+            "the optimiser's state is that of another class of model, HookedTransformer or TransformerBridge",
+            where=str(checkpoint),
+            cure="go on under the TransformerLens that the run was begun with, or begin anew in another --out",
+        )
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             moments = {key: shared_like(tensors[f"{key}.{name}"], parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -148,7 +172,7 @@ class Curve:
     def __init__(self, path: Path, step: int, *, write: bool = True) -> None:
         """Keep what was before `step`: its training lines, and evaluations up to it; a run goes on from there.
 
-        Of several processes one writes; the others know the same lines.
+        Of several processes one writes; the others know the same lines. Raises TrainingError when lines are missing.
         """
         self.path, self.writes = path, write
         self.lines = [
@@ -156,23 +180,39 @@ class Curve:
             for line in read_curve(path.parent)
             if line["step"] < step or (line["step"] == step and "loss" not in line and step > 0)
         ]
-        self._write("".join(json.dumps(line) + "\n" for line in self.lines), "w")
+        trained = [line["step"] for line in self.lines if "loss" in line]
+        if trained != list(range(step)) or (step and not any("bare_held_out_loss" in line for line in self.lines)):
+            raise TrainingError(
+                f"the curve lacks steps before step {step}, where the checkpoint is",
+                where=str(path),
+                cure="put the file back, or begin anew in another --out",
+            )
+        if self.writes:  # in one step, so that a kill or a full disk leaves the lines that are there
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            self._written(lambda: replace_file(path, lambda file: file.write_text(text, encoding="utf-8")))
 
     def add(self, line: dict[str, Any]) -> None:
         """One more line."""
         self.lines.append(line)
-        self._write(json.dumps(line) + "\n", "a")
+        if self.writes:
+            self._written(lambda: self._append(json.dumps(line) + "\n"))
+
+    def sync(self) -> None:
+        """Have it all on the disk."""
+        if self.writes:
+            self._written(lambda: _sync(self.path))
 
     def evaluated(self, step: int) -> bool:
         """Whether the model was evaluated before this step already."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines)
 
-    def _write(self, text: str, mode: str) -> None:
-        if not self.writes:
-            return
+    def _append(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _written(self, write: Callable[[], Any]) -> None:
         try:
-            with self.path.open(mode, encoding="utf-8") as file:
-                file.write(text)
+            write()
         except OSError as error:
             raise TrainingError(
                 f"the curve could not be written ({error.strerror or error})", where=str(self.path), cure=RETRY

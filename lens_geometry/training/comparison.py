@@ -17,7 +17,7 @@ from lens_geometry.stats import two_way_interval
 from lens_geometry.training.checkpoint import read_curve
 from lens_geometry.training.config import TrainingConfig
 from lens_geometry.training.data import open_tokens
-from lens_geometry.training.suppression import arm
+from lens_geometry.training.suppression import Suppression, arm
 from lens_geometry.training.trainer import about_tokens, train
 
 Clock = Literal["seconds", "cpu_seconds"]
@@ -46,18 +46,23 @@ def compare_arms(
     both curves are read where the faster one ended; the slower one's learning rate had not yet come down there.
 
     Args:
-        config: of every run; its suppression and seeds are replaced, `out` is where the runs are.
+        config: of every run, without a suppression; its seeds are replaced, `out` is where the runs are.
         arms: names that `arm` knows, such as "value" or "value:0.5". The baseline is always run.
         seeds: how many; each is the seed of the weights and of the batches.
         first_seed: the first of them.
         clock: what counts as time: "seconds" on the clock, or "cpu_seconds" where other work slows it.
 
     Raises:
-        TrainingError: no seed, or runs that do not start from equal weights. A run whose loss is not finite does not
-            stop the others: it is counted.
+        TrainingError: no seed, a suppression beside the arms, or runs that do not start from equal weights. A run
+            whose loss is not finite does not stop the others: it is counted.
     """
     if seeds < 1:
         raise TrainingError(f"seeds is {seeds}", cure="1 or more")
+    if config.suppression != Suppression():
+        raise TrainingError(
+            "arms have their own settings, and a suppression is given beside them",
+            cure="leave it out, or train it as one run, without arms",
+        )
     names = list(dict.fromkeys([BASELINE, *arms]))
     chosen = {name: arm(name) for name in names}
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -133,7 +138,9 @@ def _differences(
         both = [seed for seed in seeds if (name, seed) in runs and (BASELINE, seed) in runs]
         counts = {"n_seeds": len(both), "n_diverged": sum((name, seed) not in runs for seed in seeds)}
         if not both:
-            rows.append({"kind": "final", "arm": name, "at": "equal tokens", **counts, "status": "diverged"})
+            status = "diverged" if counts["n_diverged"] == len(seeds) else "no baseline"
+            missing = dict.fromkeys(("change", "change_low", "change_high"), np.nan)
+            rows.append({"kind": "final", "arm": name, "at": "equal tokens", **missing, **counts, "status": status})
             continue
         own, base = ([sequence_losses(runs[arm_name, seed]) for seed in both] for arm_name in (name, BASELINE))
         clocks = [

@@ -156,8 +156,14 @@ class TrainingConfig:
                 f"a batch of {self.batch_size} cannot be cut into {self.accumulation} equal parts",
                 cure="choose a batch_size that is a multiple of accumulation",
             )
-        if self.backend not in ("auto", "hooked", "bridge"):
-            raise TrainingError(f"unknown backend {self.backend!r}", cure="auto, hooked or bridge")
+        for name, among in (
+            ("backend", ("auto", "hooked", "bridge")),
+            ("sharding", ("auto", "data_parallel", "fsdp")),
+        ):
+            if getattr(self, name) not in among:
+                raise TrainingError(f"unknown {name} {getattr(self, name)!r}", cure=f"choose one of {', '.join(among)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise TrainingError(f"betas are {self.betas!r}", cure="give two numbers in [0, 1)")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types, for a checkpoint."""
@@ -172,7 +178,10 @@ MAY_CHANGE = (
     *("tokens", "out", "progress", "keep", "checkpoint_every"),
     *("accumulation", "device", "gradient_checkpointing", "sharding"),
 )
-"""What may differ when a run goes on: it changes no number, or (the second line, and how many processes) rounding."""
+"""What may differ when a run goes on: it changes no number, or (the second line, and how many processes) rounding.
+
+The tokens may be in another place; that they are the same is seen by their hash.
+"""
 
 
 def _whole(settings: Any, name: str, least: int) -> None:

@@ -52,10 +52,10 @@ def join(sharding: Sharding = "auto", device: str | None = None) -> Processes:
     "auto" is FSDP where `accelerate launch --use_fsdp` (or its configuration file) says so, data parallel otherwise.
 
     Raises:
-        TrainingError: accelerate is not installed, or a device was chosen that several processes cannot share.
+        TrainingError: accelerate is not installed, or the device is not there, or several processes cannot share it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Processes(device=None if device is None else torch.device(device))
+        return Processes(device=None if device is None else _device(device))
     if device not in (None, "cpu", "cuda"):
         raise TrainingError(f"several processes cannot share {device!r}", cure="leave device out, or choose cpu")
     try:
@@ -69,6 +69,20 @@ def join(sharding: Sharding = "auto", device: str | None = None) -> Processes:
         sharding = "fsdp" if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else "data_parallel"
     here = torch.device("cpu") if state.device.type == "cpu" else state.device
     return Processes(state.process_index, state.num_processes, sharding == "fsdp", here)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name. Raises TrainingError when it is not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"there is no device {name!r}", cure="choose cpu, cuda or mps, or leave device out"
+        ) from error
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device.type, True):
+        raise TrainingError(f"torch sees no device {name!r}", cure="choose cpu, or leave device out")
+    return device
 
 
 def share(model: Any, team: Processes) -> Any:

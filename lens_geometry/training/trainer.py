@@ -1,7 +1,7 @@
 """The loop. One reads it from top to bottom: config, tokens, model, edit, optimiser, steps, result.
 
     lens-geometry tokens austen moby-dick --out tokens
-    lens-geometry train --tokens tokens --out run --suppression.site value
+    lens-geometry train --tokens tokens --out run --site value
 
 or in Python
 
@@ -109,7 +109,9 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
 
     model.train()
     start = state["step"]
-    edited = applied(model, suppressor.hooks) if suppressor.hooks and start < config.steps else nullcontext()
+    runs = start < config.steps or not curve.evaluated(start)
+    edited = applied(model, suppressor.hooks) if suppressor.hooks and runs else nullcontext()
+    versions_now = versions()
     with edited, bar(config.steps, "training", config.progress and team.first) as progress:
         progress.update(start)
         for step in range(start, config.steps + 1):
@@ -118,21 +120,14 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
             so_far = {**state, "tokens": step * config.batch_size * config.shape.n_ctx}
             if (step % config.evaluate_every == 0 or step == config.steps) and not curve.evaluated(step):
                 loss, per_sequence = evaluate(model, suppressor, held_out, config)
+                if not math.isfinite(loss):
+                    raise not_finite(step, f"held-out loss is {loss}", "held-out documents", run)
                 curve.add({**so_far, "held_out_loss": loss, "per_sequence": per_sequence})
                 progress.set_postfix(held_out=f"{loss:.4f}")
-            if step > start and (step == config.steps or step % config.checkpoint_every == 0):
-                whole = {
-                    **state,
-                    "config": config.as_dict(),
-                    "tokens_sha256": sha,
-                    "versions": versions(),
-                }
-                moments = saved.optimizer_tensors(optimizer, kept=team.first)
-                with whole_weights(model, team):
-                    if team.first:
-                        saved.save_checkpoint(run, whole, model, config.shape, suppressor, moments, tokens.tokenizer)
-                        saved.remove_old(run, config.keep)
+            whole = {**state, "config": config.as_dict(), "tokens_sha256": sha, "versions": versions_now}
             if step == config.steps:
+                if step > start:
+                    keep_checkpoint(run, whole, model, suppressor, optimizer, curve, config, tokens, team)
                 break
 
             began, cpu_began = time.perf_counter(), time.process_time()
@@ -141,7 +136,12 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
             loss = backward(shared, suppressor, ids, scored, config, step, team)
             norm = clip_gradients([each for group in optimizer.param_groups for each in group["params"]], config.clip)
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise not_finite(step, loss, norm, hash_of(ids), saved.newest_checkpoint(run))
+                raise not_finite(step, f"loss is {loss} and the gradient's norm {norm}", f"batch {hash_of(ids)}", run)
+            state["seconds"] += time.perf_counter() - began
+            state["cpu_seconds"] += time.process_time() - cpu_began
+            if step > start and step % config.checkpoint_every == 0:  # the loss above says that these weights are good
+                keep_checkpoint(run, whole, model, suppressor, optimizer, curve, config, tokens, team)
+            began, cpu_began = time.perf_counter(), time.process_time()
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -152,6 +152,26 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
             progress.update()
     with first_in_turn(team):
         return finish(run, curve, config, tokens, None if team.fsdp else model, team)
+
+
+def keep_checkpoint(
+    run: Path,
+    state: dict[str, Any],
+    model: Any,
+    suppressor: Suppressor,
+    optimizer: torch.optim.AdamW,
+    curve: saved.Curve,
+    config: TrainingConfig,
+    tokens: TokenFiles,
+    team: Processes,
+) -> None:
+    """Write a checkpoint, after the curve that leads to it, and remove old ones. Every process has to take part."""
+    moments = saved.optimizer_tensors(optimizer, kept=team.first)
+    with whole_weights(model, team):
+        if team.first:
+            curve.sync()
+            saved.save_checkpoint(run, state, model, config.shape, suppressor, moments, tokens.tokenizer)
+            saved.remove_old(run, config.keep)
 
 
 def backward(
@@ -253,7 +273,7 @@ def check_fit(config: TrainingConfig, tokens: TokenFiles, training: Windows) -> 
         raise TrainingError(
             f"the tokens have a vocabulary of {vocabulary}, the model one of {config.shape.d_vocab}",
             where=str(config.tokens),
-            cure=f"--shape.d-vocab {vocabulary}, or prepare the tokens with a smaller one",
+            cure=f"--d-vocab {vocabulary}, or prepare the tokens with a smaller one",
         )
     if len(training) < config.batch_size:
         raise TrainingError(
@@ -261,6 +281,7 @@ def check_fit(config: TrainingConfig, tokens: TokenFiles, training: Windows) -> 
             where=str(config.tokens),
             cure="a smaller batch, or more text",
         )
+    _ = tokens.tokenizer  # it goes into every checkpoint: better missing now than at the first one
 
 
 def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
@@ -268,7 +289,9 @@ def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
     try:
         path, settings = run / saved.CONFIG, {**config.as_dict(), "tokens_sha256": tokens.meta["tokens_sha256"]}
         if path.exists():
-            saved.same_run(jsonable(settings), json.loads(path.read_text(encoding="utf-8")), path)
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if saved.newest_checkpoint(run) or "tokens_sha256" not in before:  # else nothing is there to go on from
+                saved.same_run(jsonable(settings), before, path)
         text = json.dumps(jsonable(settings), indent=2) + "\n"
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -278,13 +301,14 @@ def begin(run: Path, config: TrainingConfig, tokens: TokenFiles) -> Path | None:
     return saved.newest_checkpoint(run)
 
 
-def not_finite(step: int, loss: float, norm: float, batch: str, last: Path | None) -> DivergedError:
+def not_finite(step: int, what: str, where: str, run: Path) -> DivergedError:
     """What to say when training has broken down."""
+    last = saved.newest_checkpoint(run)
     kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
     return DivergedError(
-        f"the loss is {loss} and the gradient's norm {norm}; {kept}",
+        f"the {what}; {kept}",
         step=step,
-        where=f"step {step}, batch {batch}",
+        where=f"step {step}, {where}",
         cure="a smaller lr, a longer warm_up, or no autocast; then begin anew in another --out",
     )
 
