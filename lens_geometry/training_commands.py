@@ -52,6 +52,12 @@ def train_command(
     """
     if preset is not None:
         config = with_preset(preset, config, CONFIG)
+        batch = f"{config.batch_size} sequences in {config.accumulation} parts, {config.packing}"
+        print(f"preset {preset}: {config.steps:,} steps of {batch}, lr {config.lr:g}, autocast {config.autocast}")
+    if config.tokens and text != PROSE:
+        raise TrainingError(
+            "--text is what is tokenised where there are no --tokens, and both are given", cure="leave one of them out"
+        )
     for name in arms:
         arm(name)  # better refused now than after the tokens are prepared
     if not arms and (seeds, first_seed) != (1, 0):

@@ -43,7 +43,8 @@ def compare_arms(
     | `final` | the same at the end, `at` equal tokens and at equal time | and seconds, n_seeds, n_diverged |
 
     Intervals are 95 %, over seeds (where there are several) and held-out sequences, both drawn anew. At equal time,
-    both curves are read where the faster one ended; the slower one's learning rate had not yet come down there.
+    both curves are read where the faster one ended; the slower one's learning rate had not yet come down there. A seed
+    whose arm or baseline diverged is left out of the pair and counted in n_diverged.
 
     Args:
         config: of every run, without a suppression; its seeds are replaced, `out` is where the runs are.
@@ -136,9 +137,9 @@ def _differences(
     rows: list[dict[str, Any]] = []
     for name in names:
         both = [seed for seed in seeds if (name, seed) in runs and (BASELINE, seed) in runs]
-        counts = {"n_seeds": len(both), "n_diverged": sum((name, seed) not in runs for seed in seeds)}
+        counts = {"n_seeds": len(both), "n_diverged": len(seeds) - len(both)}
         if not both:
-            status = "diverged" if counts["n_diverged"] == len(seeds) else "no baseline"
+            status = "no baseline" if any((name, seed) in runs for seed in seeds) else "diverged"
             missing = dict.fromkeys(("change", "change_low", "change_high"), np.nan)
             rows.append({"kind": "final", "arm": name, "at": "equal tokens", **missing, **counts, "status": status})
             continue

@@ -151,6 +151,11 @@ class TrainingConfig:
             _number(self, name, 0.0, open_below=name == "lr")
         if self.final_lr is not None:
             _number(self, "final_lr", 0.0)
+        if self.warm_up >= self.steps:
+            raise TrainingError(
+                f"a warm-up of {self.warm_up} steps is not over in {self.steps}, and the rate never comes down",
+                cure=f"a warm_up of {self.steps // 10}, say, or more steps",
+            )
         if self.batch_size % self.accumulation:
             raise TrainingError(
                 f"a batch of {self.batch_size} cannot be cut into {self.accumulation} equal parts",

@@ -122,7 +122,9 @@ def differing(given: Any, default: Any) -> dict[str, Any]:
 
 
 def preset_config(name: str, *, tokens: str, out: str, **changes: Any) -> TrainingConfig:
-    """A preset as a run of the trainer, in bfloat16; `changes` are settings of `TrainingConfig` that differ.
+    """A preset as a run of the trainer, in bfloat16, on the running stream (documents of the web are mostly shorter).
+
+    `changes` are settings of `TrainingConfig` that differ.
 
     A step's 256 sequences are cut into 32 parts unless `accumulation` says otherwise: 8 sequences at a time on one
     device, one on each of eight.
@@ -142,6 +144,7 @@ def preset_config(name: str, *, tokens: str, out: str, **changes: Any) -> Traini
         weight_decay=recipe.weight_decay,
         betas=recipe.betas,
         clip=recipe.clip,
+        packing="stream",
         autocast=True,
         evaluate_every=1000,
         checkpoint_every=1000,
