@@ -239,9 +239,8 @@ def training_summary(table: pd.DataFrame) -> str:
     for _, row in table[table["kind"] == "final"].iterrows():
         if row.status != "done":
             lost = row.status == "no baseline"
-            lines.append(
-                f"{row.arm:<20}{'the baseline of its seeds' if lost else 'no run'} came to {'no' if lost else 'its'} end"
-            )
+            why = "the baseline of its seeds came to no end" if lost else "no run came to its end"
+            lines.append(f"{row.arm:<20}{why}")
             continue
         change = _with_interval(row, "change", "{:+.4f}")
         seeds = f"{row.n_seeds:.0f}" + (f", {row.n_diverged:.0f} diverged" if row.n_diverged else "")

@@ -62,9 +62,9 @@ def train(config: TrainingConfig) -> Result:
     """Train one model, or go on with it, and return its curve.
 
     The table has a row for every step and every evaluation: `step`, `tokens` seen before it (padding included),
-    `seconds` and `cpu_seconds` of training until then, and `loss`, `lr`, `gradient_norm` and `batch` (a hash of the ids), or
-    `held_out_loss`. Losses are means over scored tokens, in nats. The row of step 0 with `bare_held_out_loss` is the
-    model without its edit, the same for every arm that starts from these weights.
+    `seconds` and `cpu_seconds` of training until then, and `loss`, `lr`, `gradient_norm` and `batch` (a hash of the
+    ids), or `held_out_loss`. Losses are means over scored tokens, in nats. The row of step 0 with `bare_held_out_loss`
+    is the model without its edit, the same for every arm that starts from these weights.
 
     Raises:
         TrainingError: settings that do not fit, another run in the same directory, a checkpoint that cannot be written.
