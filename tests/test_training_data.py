@@ -486,7 +486,7 @@ def test_a_half_written_journal_line_is_cut_off(files, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(tmp_path):
-    for number, paragraph in enumerate(PARAGRAPHS * 8):
+    for number, paragraph in enumerate(PARAGRAPHS * 3):
         (tmp_path / f"{number:04d}.txt").write_text(f"{number} {paragraph}")
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -500,7 +500,7 @@ def test_the_command_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(t
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     subprocess.run(command(tmp_path / "whole"), check=True, env=environment, capture_output=True)
     out = tmp_path / "killed"
-    for files_seen in (20, 90):
+    for files_seen in (10, 40):
         process = subprocess.Popen(command(out), env=environment, stdout=subprocess.DEVNULL)
         while len([*out.glob("*.npy")]) < files_seen:
             assert process.poll() is None
