@@ -18,7 +18,9 @@ import tyro
 
 from lens_geometry import models, summaries
 from lens_geometry.attention_plots import attention_html
+from lens_geometry.cache import say
 from lens_geometry.data import load_text
+from lens_geometry.edits.suppressing import Suppression
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
@@ -56,6 +58,7 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.pairs import PAIR_SETS, load_pairs
+from lens_geometry.provenance import suppression_of
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
@@ -89,7 +92,7 @@ class Loading:
     without_suppression: bool = False
 
     def load(self) -> Any:
-        return models.load_model(
+        model = models.load_model(
             self.model,
             backend=self.backend,
             dtype=self.dtype,
@@ -98,6 +101,10 @@ class Loading:
             trust_remote_code=self.trust_remote_code,
             without_suppression=self.without_suppression,
         )
+        about = suppression_of(model)
+        if about is not None and about["status"] == "attached":
+            say(f"this model was trained under {Suppression.from_dict(about['settings']).words()}, which is on")
+        return model
 
 
 LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()

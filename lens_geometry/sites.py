@@ -246,7 +246,8 @@ def _choose(which: Any, count: int, what: str) -> tuple[int, ...]:
             raise SiteError(f"there is no {what} {number}", cure=f"the model has {what}s 0 to {count - 1}")
     chosen = tuple(sorted(number % count for number in numbers))
     if not chosen or len(set(chosen)) < len(chosen):
-        raise SiteError(f"{what}s {numbers} select none, or one twice", cure=f"name each {what} once")
+        wrong = "select one twice" if chosen else f"select no {what}: the model has {what}s 0 to {count - 1}"
+        raise SiteError(f"{what}s {numbers} {wrong}", cure=f"name each {what} once" if chosen else "choose among them")
     return chosen
 
 

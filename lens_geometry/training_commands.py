@@ -40,7 +40,7 @@ def train_command(
     Example: lens-geometry train --arms baseline attn value gate --seeds 3 --steps 500 --out results/ablation
 
     Args:
-        arms: baseline, attn, value, value_excl_self, mlp, gate, gate_attn, diagonal, diagonal_shrinking, norm_matched,
+        arms: baseline (always run), attn, value, value_excl_self, mlp, gate, gate_attn, diagonal, diagonal_shrinking,
             norm_matched_attn; with a scale such as value:0.5. Without any, one run as --site and its like say.
         seeds: with --arms, how many; each of the weights and of the batches.
         first_seed: the first of them.

@@ -97,6 +97,11 @@ class Suppressed:
             if layer.reads_weights:
                 show_weights(layer.block.part("attention"), layer.see_weights)
 
+    def __repr__(self) -> str:
+        sites = ", ".join(dict.fromkeys(layer.edit.site.name for layer in self.layers))
+        where = ", ".join(str(layer.edit.layer) for layer in self.layers)
+        return f"Suppressed(site {sites}, layers {where}, {'on' if self.on else 'removed'})"
+
     def set_parallel(self, parallel: Scale) -> None:
         """Another retained scale from now on, as for a schedule. Raises GeometryError as `suppress` does."""
         for layer in self.layers:

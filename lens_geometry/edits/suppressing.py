@@ -113,6 +113,12 @@ class Suppression:
     def scheduled(self) -> bool:
         return self.schedule != "constant"
 
+    def words(self) -> str:
+        """In a few words, for one line."""
+        kept = "a learned gate" if self.gate else f"s_par = {self.parallel:g}"
+        control = "" if self.control == "none" else f", control {self.control}"
+        return f"suppression at {self.site} ({kept}{control}, layers {'all' if self.layers is None else self.layers})"
+
     def parallel_at(self, step: int) -> float:
         """s_par at a training step; step 0 is the first. A gate's is its own, and this is then 0."""
         if not self.scheduled:

@@ -145,13 +145,29 @@ def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
 
 def same_run(now: dict[str, Any], before: dict[str, Any], where: Path) -> None:
     """Raise TrainingError, naming what differs, when a run is to go on under other settings."""
-    different = [key for key in sorted({*now, *before}) if key not in MAY_CHANGE and now.get(key) != before.get(key)]
+    new, old = flat(now), flat(before)
+    different = [
+        f"{key} ({old.get(key)} there, {new.get(key)} here)"
+        for key in sorted({*new, *old})
+        if key.split(".")[0] not in MAY_CHANGE and new.get(key) != old.get(key)
+    ]
     if different:
         raise TrainingError(
             f"a run with other settings is here; it differs in {', '.join(different)}",
             where=str(where),
-            cure="choose another --out, or give the settings of its config.json to go on with it",
+            cure="choose another --out, or give the settings of its config.json to go on with it (a run cannot be made "
+            "longer: its learning rate has come down)",
         )
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings under names such as shape.d_model."""
+    found = {}
+    for key, value in settings.items():
+        found.update(
+            {f"{key}.{name}": v for name, v in flat(value).items()} if isinstance(value, dict) else {key: value}
+        )
+    return found
 
 
 def read_curve(run: Path) -> list[dict[str, Any]]:

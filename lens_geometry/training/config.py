@@ -89,7 +89,8 @@ class TrainingConfig:
         steps: optimiser steps.
         batch_size: sequences per optimiser step, over all processes and accumulated parts.
         accumulation: parts that a step's batch is cut into, one after another.
-        lr, final_lr: peak of the learning rate, and where the cosine ends; None is a tenth of the peak.
+        lr: peak of the learning rate.
+        final_lr: where the cosine ends; None is a tenth of the peak.
         warm_up: steps in which the rate rises from 0.
         weight_decay: of matrices; norms, biases and gates have none.
         betas: of AdamW.

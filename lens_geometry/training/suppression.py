@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -45,9 +46,10 @@ def arm(name: str) -> Suppression:
     """
     known, _, number = name.partition(":")
     if known not in ARMS:
-        raise SiteError(
-            f"there is no arm {name!r}", cure=f"choose one of {', '.join(ARMS)}, or {known}:0.5 for a scale"
-        )
+        near = difflib.get_close_matches(known, ARMS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        cure = f"{hint}choose one of {', '.join(ARMS)}; with a scale as in value:0.5"
+        raise SiteError(f"there is no arm {name!r}", cure=cure)
     if ":" not in name:
         return ARMS[known]
     try:

@@ -144,7 +144,8 @@ def read_meta(where: Path) -> dict[str, Any]:
     path = where / META
     if not path.is_file():
         begun = (where / "journal.jsonl").is_file()
-        problem = "the preparation of these tokens is unfinished" if begun else "no prepared tokens are here"
+        missing = "no prepared tokens are here" if where.is_dir() else "there is no such directory"
+        problem = "the preparation of these tokens is unfinished" if begun else missing
         raise DataError(problem, where=str(where), cure="run the same preparation again to go on" if begun else AGAIN)
     try:
         meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -112,7 +112,7 @@ def _train(config: TrainingConfig, team: Processes) -> Result:
     runs = start < config.steps or not curve.evaluated(start)
     edited = applied(model, suppressor.hooks) if suppressor.hooks and runs else nullcontext()
     versions_now = versions()
-    with edited, bar(config.steps, "training", config.progress and team.first) as progress:
+    with edited, bar(config.steps, f"training {run.name}", config.progress and team.first) as progress:
         progress.update(start)
         for step in range(start, config.steps + 1):
             suppressor.at_step(step)
