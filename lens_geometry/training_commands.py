@@ -41,7 +41,8 @@ def train_command(
 
     Args:
         arms: baseline (always run), attn, value, value_excl_self, mlp, gate, gate_attn, diagonal, diagonal_shrinking,
-            norm_matched_attn; with a scale such as value:0.5. Without any, one run as --site and its like say.
+            norm_matched, norm_matched_attn; with a scale such as value:0.5. Without any, one run as --site and its like
+            say.
         seeds: with --arms, how many; each of the weights and of the batches.
         first_seed: the first of them.
         clock: what counts as equal time: seconds, or cpu_seconds on a machine that does other work too.

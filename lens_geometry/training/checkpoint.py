@@ -164,9 +164,8 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
     """Nested settings under names such as shape.d_model."""
     found = {}
     for key, value in settings.items():
-        found.update(
-            {f"{key}.{name}": v for name, v in flat(value).items()} if isinstance(value, dict) else {key: value}
-        )
+        inner = flat(value) if isinstance(value, dict) else {}
+        found.update({f"{key}.{name}": each for name, each in inner.items()} or {key: value})
     return found
 
 
