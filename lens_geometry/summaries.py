@@ -238,8 +238,9 @@ def training_summary(table: pd.DataFrame) -> str:
     lines = [f"{'arm':<20}{'at':<14}{'held-out loss':>14}{'change [95 %]':>28}{'seconds':>10}  seeds"]
     for _, row in table[table["kind"] == "final"].iterrows():
         if row.status != "done":
-            lost = row.status == "no baseline"
-            why = "the baseline of its seeds came to no end" if lost else "no run came to its end"
+            why = f"no run came to its end ({row.n_diverged:.0f} diverged)"
+            if row.status == "no baseline":
+                why = "the baseline of its seeds came to no end"
             lines.append(f"{row.arm:<20}{why}")
             continue
         change = _with_interval(row, "change", "{:+.4f}")

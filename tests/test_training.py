@@ -194,7 +194,9 @@ def test_two_processes_do_not_train_in_one_directory(config: TrainingConfig) -> 
 
 def test_other_settings_in_the_same_directory_are_refused_by_name(config: TrainingConfig) -> None:
     train(config)
-    with pytest.raises(TrainingError, match=r"differs in lr, steps .*config.json"):
+    with pytest.raises(
+        TrainingError, match=r"differs in lr \(0.002 there, 0.0001 here\), steps \(6 there, 7 here\) .*config.json"
+    ):
         train(replace(config, lr=1e-4, steps=7))
     train(replace(config, keep=1, checkpoint_every=3))  # what changes no number may change
 
@@ -378,7 +380,7 @@ def test_a_comparison_whose_baseline_diverges_is_still_saved(
     final = result.table[result.table["kind"] == "final"].set_index("arm")
     assert final.loc["value", "status"] == ("diverged" if broken_arm == "both" else "no baseline")
     words = summaries.training_summary(result.table)
-    assert ("the baseline of its seeds came to no end (0 diverged)" in words) == (broken_arm == "baseline")
+    assert ("the baseline of its seeds came to no end" in words) == (broken_arm == "baseline")
     assert "".join(arms_section(result.table, "key"))
 
 
