@@ -301,7 +301,7 @@ def test_an_input_that_is_not_what_the_weights_see_is_refused():
     ("arguments", "error", "words"),
     [
         ({"heads": 3}, SiteError, "there is no slice 3"),
-        ({"heads": []}, SiteError, "slices [] select none"),
+        ({"heads": []}, SiteError, "slices [] select no slice"),
         ({"heads": "0"}, SiteError, "there is no slice"),
         ({"grouping": "merged"}, SiteError, "slices, which cannot be grouped"),
         ({"parallel": torch.ones(3)}, GeometryError, "[layer] axis"),

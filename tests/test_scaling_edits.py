@@ -327,7 +327,7 @@ def test_a_matched_random_reference_changes_as_much_and_leaves_as_long_along_ano
     [
         ({"site": "atn"}, SiteError, "choose one of attn"),
         ({"site": "attn", "layers": 4}, SiteError, "layers 0 to 3"),
-        ({"site": "attn", "layers": []}, SiteError, "select none"),
+        ({"site": "attn", "layers": []}, SiteError, "select no layer"),
         ({"site": "attn", "layers": [1, 1, -3]}, SiteError, "one twice"),
         ({"site": "attn", "layers": 1.5}, SiteError, "no layer"),
         ({"site": "attn", "heads": 0}, SiteError, "no heads"),

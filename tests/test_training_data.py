@@ -799,7 +799,7 @@ def test_damaged_or_foreign_directories_are_refused_with_a_cure(files, tmp_path,
 def test_whole_directories_pass_their_verification_and_may_be_moved(files, tmp_path):
     where = damaged(files, tmp_path, lambda where: None)
     assert open_tokens(where, verify=True).meta == files.meta
-    with pytest.raises(DataError, match="no prepared tokens are here.*Cure: prepare the tokens again"):
+    with pytest.raises(DataError, match="there is no such directory.*Cure: prepare the tokens again"):
         open_tokens(tmp_path / "nowhere")
 
 

@@ -226,7 +226,7 @@ def test_the_launch_line_of_the_documentation_trains_in_as_many_processes(
 ) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", *flags, "--num_processes", "2"]
     train_it = ["-m", "lens_geometry.cli", "train", "--tokens", tokens, "--out", str(tmp_path), "--device", "cpu"]
-    few = dict(steps=2, batch_size=4, n_layers=1, n_heads=4, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
+    few = dict(steps=2, warm_up=1, batch_size=4, n_layers=1, n_heads=4, d_model=32, d_mlp=48, n_ctx=16, d_vocab=300)
     settings = [text for name, value in few.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
