@@ -133,6 +133,62 @@ def matched_of(u: Tensor, r: Tensor, near_one: Tensor, noise: Tensor) -> tuple[T
     return cosine * along + sine * aside, coefficient, cosine, sine, along, aside
 
 
+class WithoutDiagonal(torch.autograd.Function):
+    """`without_diagonal` with its gradients written out: maps are large, and most of its cost is their memory.
+
+    With y = x / R for the rest of a row, R its sum: dL/dx = (g - <g, y>) / R, and 0 on the diagonal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, chosen: Tensor | None, renormalise: bool, keep_first: bool) -> Tensor:
+        rows, taken, divisor = without_diagonal(whole, chosen, renormalise, keep_first)
+        ctx.save_for_backward(whole, chosen, rows, taken, divisor)
+        ctx.how = renormalise, keep_first
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        whole, chosen, rows, taken, divisor = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = without_diagonal(whole, chosen, *ctx.how)[0]
+            return *torch.autograd.grad(again, whole, g, create_graph=True), None, None, None
+        own = _diagonal(g)
+        if divisor is None:
+            back = g.clone()
+        else:
+            back = g * rows
+            inner = back.sum(-1, keepdim=True).masked_fill(~taken, 0.0)
+            back = torch.sub(g, inner, out=back).div_(divisor)
+        _diagonal(back).copy_(own.masked_fill(taken.squeeze(-1), 0.0))
+        return back, None, None, None
+
+
+def without_diagonal(
+    whole: Tensor, chosen: Tensor | None, renormalise: bool, keep_first: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention maps [..., query, key] without their diagonal, in the chosen rows; which rows, and their divisor.
+
+    With `keep_first` rows that have nothing else are left as they are.
+    """
+    rows = whole.clone()
+    own = _diagonal(whole)
+    _diagonal(rows).zero_()
+    rest = rows.sum(-1, keepdim=True)
+    taken = torch.ones_like(rest, dtype=torch.bool) if chosen is None else chosen
+    taken = taken & (rest != 0) if keep_first else taken
+    divisor = None
+    if renormalise:
+        divisor = torch.where(taken & (rest != 0), rest, 1.0)
+        rows = rows / divisor if torch.is_grad_enabled() else rows.div_(divisor)
+    _diagonal(rows).copy_(own.masked_fill(taken.squeeze(-1), 0.0))
+    return rows, taken, divisor
+
+
+def _diagonal(maps: Tensor) -> Tensor:
+    """Each query's weight on its own token; with a KV cache the queries are the last keys."""
+    return maps.diagonal(maps.shape[-1] - maps.shape[-2], -2, -1)
+
+
 def wanted_of(ctx: Any, *places: int) -> tuple[bool, ...]:
     """Which of some inputs need a gradient."""
     return tuple(ctx.needs_input_grad[place] for place in places)

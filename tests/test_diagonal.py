@@ -11,6 +11,7 @@ from lens_geometry.anatomy import inspect
 from lens_geometry.edits import applied, diagonal, observe_diagonal, remove_diagonal, scale
 from lens_geometry.edits.reach import require_map
 from lens_geometry.errors import GeometryError, HookError, SiteError
+from lens_geometry.gradients import WithoutDiagonal, without_diagonal
 from lens_geometry.sites import HOOKS
 from lens_geometry.weights import attention_output
 
@@ -377,3 +378,38 @@ def test_gradients_flow_through_the_map_as_through_z():
     assert gradients[0].keys() == gradients[1].keys()
     for name in gradients[0]:
         torch.testing.assert_close(gradients[0][name], gradients[1][name], rtol=1e-8, atol=1e-12)
+
+
+def removed(maps, chosen, renormalise, keep_first):
+    """The removal in whole steps, for bits and for autograd."""
+    own = torch.eye(maps.shape[-1], dtype=torch.bool)[maps.shape[-1] - maps.shape[-2] :]
+    rows = maps.masked_fill(own, 0.0)
+    rest = rows.sum(-1, keepdim=True)
+    if renormalise:
+        rows = rows / rest.masked_fill(rest == 0, 1.0)
+    taken = torch.ones_like(rest, dtype=torch.bool) if chosen is None else chosen
+    return torch.where(taken & (rest != 0) if keep_first else taken, rows, maps)
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("how", [(True, True), (False, True), (False, False)])
+def test_removal_and_its_gradients_are_those_of_whole_steps(how, some):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
+    maps = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    chosen = torch.rand(2, 3, 6, 1, generator=generator) < 0.6 if some else None
+    g = torch.randn(maps.shape, generator=generator, dtype=torch.float64)
+    for part in (maps, maps[:, :, 2:], maps.float()):
+        rows = None if chosen is None else chosen[:, :, -part.shape[2] :]
+        g_part, found = g[:, :, -part.shape[2] :].to(part.dtype), []
+        for remove in (WithoutDiagonal.apply, removed):
+            leaf = part.clone().requires_grad_()
+            out = remove(leaf, rows, *how)
+            plain = torch.autograd.grad(out, leaf, g_part, retain_graph=True)
+            first = torch.autograd.grad(out, leaf, g_part, create_graph=True)
+            second = torch.autograd.grad((first[0] ** 2).sum(), leaf) if how[0] else ()
+            found.append((out, *plain, *first, *second))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][0], without_diagonal(part, rows, *how)[0])
+        for ours, by_autograd in zip(*found, strict=True):
+            torch.testing.assert_close(ours, by_autograd)

@@ -15,6 +15,7 @@ from lens_geometry.edits.hooks import Hooks
 from lens_geometry.edits.layer_edit import Heads, LayerEdit, Layers, Positions, layer_edits
 from lens_geometry.edits.reach import require_map
 from lens_geometry.errors import HookError, SiteError
+from lens_geometry.gradients import WithoutDiagonal, without_diagonal
 
 
 def remove_diagonal(
@@ -66,14 +67,12 @@ class _Removal(LayerEdit):
                 cure="generate with use_past_kv_cache=False, or leave positions out",
             )
         whole = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        places = torch.arange(keys, device=tensor.device)
-        own = places == places[keys - queries :].unsqueeze(-1)  # the queries are the last keys
-        rows = whole.masked_fill(own, 0.0)
-        rest = rows.sum(-1, keepdim=True)
-        if self.renormalise:
-            rows = rows / rest.masked_fill(rest == 0, 1.0)
-        everywhere = whole.new_ones(tensor.shape[0], queries, tensor.shape[1], 1)
-        chosen = rearrange(self.selected(everywhere), "batch query head one -> batch head query one") != 0
-        if self.keep_first:
-            chosen = chosen & (rest != 0)
-        return torch.where(chosen, rows, whole).to(tensor.dtype)
+        chosen = None
+        if self.heads is not None or self.positions is not None:
+            everywhere = whole.new_ones(tensor.shape[0], queries, tensor.shape[1], 1)
+            chosen = rearrange(self.selected(everywhere), "batch query head one -> batch head query one") != 0
+        if torch.is_grad_enabled() and whole.requires_grad:
+            found: Tensor = WithoutDiagonal.apply(whole, chosen, self.renormalise, self.keep_first)  # type: ignore[no-untyped-call]
+        else:
+            found = without_diagonal(whole, chosen, self.renormalise, self.keep_first)[0]
+        return found.to(tensor.dtype)
