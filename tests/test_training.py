@@ -473,6 +473,16 @@ def test_settings_that_do_not_fit_are_refused(config: TrainingConfig, changes: A
         train(replace(config, **changes))
 
 
+@pytest.mark.parametrize(("how", "dtype"), [("auto", torch.float32), ("off", torch.float32), ("on", torch.bfloat16)])
+def test_autocast_is_bfloat16_where_it_is_asked_for_and_left_off_on_a_cpu(
+    config: TrainingConfig, how: Any, dtype: torch.dtype
+) -> None:
+    with trainer.autocast(replace(config, autocast=how), torch.device("cpu")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    with pytest.raises(TrainingError, match="unknown autocast"):
+        replace(config, autocast=True)
+
+
 def test_a_shape_whose_heads_do_not_fit_is_refused() -> None:
     with pytest.raises(TrainingError, match="do not fit d_model 34"):
         replace(TINY, d_model=34)

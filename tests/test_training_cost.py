@@ -107,7 +107,7 @@ def test_a_preset_is_a_run_of_the_trainer_whose_settings_can_be_changed():
     assert (config.lr, config.batch_size, config.accumulation) == (3e-4, 256, 64)
     assert config.lr_at_end == pytest.approx(3e-5)
     assert (config.steps, config.warm_up, config.clip, config.weight_decay) == (200_000, 2000, 1.0, 0.1)
-    assert (config.betas, config.seed_weights, config.autocast) == ((0.9, 0.95), 3, True)
+    assert (config.betas, config.seed_weights, config.autocast) == ((0.9, 0.95), 3, "on")
 
 
 def test_what_is_asked_for_beside_a_preset_holds_and_the_rest_is_the_presets():

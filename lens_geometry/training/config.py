@@ -99,7 +99,7 @@ class TrainingConfig:
         seed_batches: of the order of the sequences, and of a control's noise.
         backend: "hooked" (HookedTransformer, TransformerLens 3), "bridge" (Hugging Face's class behind a
             TransformerBridge), or "auto": hooked where there is one.
-        autocast: compute in bfloat16 where the device has it (CUDA; asked for on a CPU it is used there too).
+        autocast: compute in bfloat16: "auto" where the GPU has it, "on" (on a CPU too), or "off".
         device: such as cpu, cuda, mps; None chooses.
         evaluate_every: steps between evaluations on held-out documents; also before the first step and at the end.
         evaluation_sequences: held-out sequences per evaluation, evenly spread; None is all.
@@ -129,7 +129,7 @@ class TrainingConfig:
     seed_weights: int = 0
     seed_batches: int = 0
     backend: Literal["auto", "hooked", "bridge"] = "auto"
-    autocast: bool = False
+    autocast: Literal["auto", "on", "off"] = "auto"
     device: str | None = None
     evaluate_every: int = 100
     evaluation_sequences: int | None = 64
@@ -165,6 +165,7 @@ class TrainingConfig:
         for name, among in (
             ("backend", ("auto", "hooked", "bridge")),
             ("sharding", ("auto", "data_parallel", "fsdp")),
+            ("autocast", ("auto", "on", "off")),
         ):
             if getattr(self, name) not in among:
                 raise TrainingError(f"unknown {name} {getattr(self, name)!r}", cure=f"choose one of {', '.join(among)}")

@@ -145,7 +145,7 @@ def preset_config(name: str, *, tokens: str, out: str, **changes: Any) -> Traini
         betas=recipe.betas,
         clip=recipe.clip,
         packing="stream",
-        autocast=True,
+        autocast="on",
         evaluate_every=1000,
         checkpoint_every=1000,
     )

@@ -257,8 +257,10 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 
 def autocast(config: TrainingConfig, device: torch.device) -> Any:
-    """bfloat16 where it is asked for."""
-    return torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext()
+    """bfloat16 where it is asked for, or left to the GPU and the GPU has it."""
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = config.autocast == "on" or (config.autocast == "auto" and able)
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
 def default_device() -> str:
