@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_geometry import models
 from lens_geometry.anatomy import inspect
-from lens_geometry.block_runs import Blocks, block_by_block
+from lens_geometry.block_runs import BlockRun, Blocks, block_by_block
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.compression_sums import Sums
 from lens_geometry.experiments.counterparts import (
@@ -201,25 +201,30 @@ def _run_batch(
     their_ids = ids.to(next(other.model.parameters()).device)
     stream: Tensor | None = None
     their_stream: Tensor | None = None
-    reference = dense.run(ids, 0, logits=True).logits if settings.layer_losses else None
+    reference = dense.logits(ids, 0) if settings.layer_losses else None
     for layer in range(dense.n_layers):
-        last = layer == dense.n_layers - 1
-        ours = dense.run(ids, layer, stream, logits=last)
+        ours = dense.run(ids, layer, stream)
         sums.add_dense(layer, ours)
         if "local" in settings.modes or settings.layer_losses:
             local = other.run(their_ids, layer, ours.before)
             if "local" in settings.modes:
                 sums.add_errors("local", layer, ours, local)
             if reference is not None:
-                mixed = dense.run(ids, layer, ours.before, instead=local.after, logits=True)
-                sums.add_outputs(layer, ids, reference, mixed.logits)
-        theirs = other.run(their_ids, layer, their_stream, logits=last)
+                mixed = dense.logits(ids, layer, ours.before, instead=local.after)
+                sums.add_outputs(layer, ids, zip(reference, mixed, strict=True))
+        theirs = other.run(their_ids, layer, their_stream)
         if "propagated" in settings.modes:
             sums.add_errors("propagated", layer, ours, theirs)
-        if last:
-            sums.add_outputs(None, ids, ours.logits, theirs.logits)
         stream, their_stream = ours.after, theirs.after
         update()
+    sums.add_outputs(None, ids, zip(_rows_of(dense, ids, ours), _rows_of(other, their_ids, theirs), strict=True))
+
+
+def _rows_of(blocks: Blocks, ids: Int[Tensor, "batch pos"], last: BlockRun) -> Iterator[Float[Tensor, "pos vocab"]]:
+    """The logits of one sequence after the other: they are by far the largest activations."""
+    for row in range(len(ids)):
+        one = slice(row, row + 1)
+        yield blocks.logits(ids[one], blocks.n_layers - 1, last.before[one])[0]
 
 
 def _weight_rows(weights: dict[int, tuple[float, float]] | None, n_layers: int) -> Iterator[dict[str, Any]]:

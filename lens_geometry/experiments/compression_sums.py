@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,12 +80,10 @@ class Sums:
             self._add(self.errors, (mode, site, layer), error_metrics(found), error_squares(found))
 
     def add_outputs(
-        self, layer: int | None, ids: Int[Tensor, "batch pos"], ours: Tensor | None, theirs: Tensor | None
+        self, layer: int | None, ids: Int[Tensor, "batch pos"], logits: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
-        """Losses and divergence of one batch, sequence by sequence: logits are large."""
-        assert ours is not None
-        assert theirs is not None
-        values = torch.stack([_outputs(ids[i : i + 1], ours[i : i + 1], theirs[i : i + 1]) for i in range(len(ids))], 1)
+        """Losses and divergence of one batch, from both models' logits [pos, vocab], sequence by sequence."""
+        values = torch.stack([_outputs(row, *pair) for row, pair in zip(ids, logits, strict=True)], 1)
         summary = self.outputs.setdefault(layer, RunningSummary(1, len(OUTPUT), self.replicates))
         add_tokens(summary, values[..., None], self.scored, self.weights)
 
@@ -147,18 +145,16 @@ def _place_rows(
 
 
 def _outputs(
-    ids: Int[Tensor, "1 pos"], ours: Float[Tensor, "1 pos vocab"], theirs: Float[Tensor, "1 pos vocab"]
+    ids: Int[Tensor, pos], ours: Float[Tensor, "pos vocab"], theirs: Float[Tensor, "pos vocab"]
 ) -> Float[Tensor, "output pos-1"]:
     """The numbers of `OUTPUT` for every next token of one sequence, on the CPU."""
-    working = torch.promote_types(ours.dtype, torch.float32)
-    ours, theirs = ours[:, :-1].to(working), theirs[:, :-1].to(ours.device, working)
-    one, other = ours.log_softmax(-1), theirs.log_softmax(-1)
-    following = ids[:, 1:, None]
+    working, following = torch.promote_types(ours.dtype, torch.float32), ids[1:, None]
+    one = ours[:-1].to(working).log_softmax(-1)
+    other = theirs[:-1].to(ours.device, working).log_softmax(-1)
     losses = -one.gather(-1, following).squeeze(-1), -other.gather(-1, following).squeeze(-1)
     kl = torch.nn.functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)
-    same = (ours.argmax(-1) == theirs.argmax(-1)).to(working)
-    same = torch.where(kl.isnan(), torch.nan, same)
-    return torch.stack([*losses, losses[1] - losses[0], kl, same])[:, 0].cpu()
+    same = (one.argmax(-1) == other.argmax(-1)).to(working)
+    return torch.stack([*losses, losses[1] - losses[0], kl, torch.where(kl.isnan(), torch.nan, same)]).cpu()
 
 
 def _rows(
