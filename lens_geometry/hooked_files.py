@@ -50,7 +50,7 @@ def save_hooked(model: Any, directory: str | Path) -> Path:
     if hooked is None or not isinstance(model, hooked):
         raise ModelError(
             f"{type(model).__name__} is no HookedTransformer",
-            cure="a bridge's model is saved as a Hugging Face one: model.original_model.save_pretrained(directory)",
+            cure="a Hugging Face model is saved by its own save_pretrained, before a bridge is put around it",
         )
     if suppression_of(model) is not None:
         raise ModelError(
