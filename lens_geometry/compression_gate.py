@@ -47,7 +47,7 @@ class Offence:
     def words(self) -> str:
         """Place, value and bound in one line."""
         signed = self.metric == LOSS
-        value = self.reason if not math.isfinite(self.value) else f"is {number(self.value, signed=signed)}"
+        value = self.reason if not math.isfinite(self.value) else f"is {number(self.value, signed=signed, digits=4)}"
         beside = f" ({self.reason})" if math.isfinite(self.value) and "over" not in self.reason else ""
         return f"{self.place}: {NAMES[self.metric]} {value}{beside}, bound {bound_words(self.metric, self.bound)}"
 

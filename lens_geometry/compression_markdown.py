@@ -188,9 +188,9 @@ def _provenance(result: Result, *, several: bool) -> str:
         for name, value in _flat(jsonable(result.meta.get(part)), part)
         if value not in ("", "None")
     ]
-    title = f"Provenance{f' of {compressed_name(result)}' if several else ''}"
-    # inside <summary> GitHub reads HTML, so the name is escaped for that
-    return f"<details>\n<summary>{_html(title)}</summary>\n\n{_grid(['what', 'value'], facts)}\n\n</details>"
+    name = re.sub(r"[^\w ./:-]", "·", " ".join(compressed_name(result).split()))  # read as HTML there, not as Markdown
+    title = f"Provenance{f' of {name}' if several else ''}"
+    return f"<details>\n<summary>{title}</summary>\n\n{_grid(['what', 'value'], facts)}\n\n</details>"
 
 
 def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
