@@ -152,8 +152,11 @@ def test_the_step_summary_of_github_is_added_to(capsys, tmp_path, rounded, monke
     summary.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     few = ["--sites", "mlp", "--modes", "local", "--out", tmp_path / "out"]
-    assert run(capsys, "tiny-random-llama", rounded, *on_text(rounded), *few, "--markdown", summary)[0] == 0
-    assert summary.read_text().startswith("before\n**📏 Compression error")
+    own = tmp_path / "own.md"
+    own.write_text("before\n")
+    assert run(capsys, "tiny-random-llama", rounded, *on_text(rounded), *few, "--markdown", own, summary)[0] == 0
+    assert summary.read_text() == "before\n" + own.read_text()
+    assert own.read_text().startswith("**📏 Compression error")
 
 
 BAD = [
