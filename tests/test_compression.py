@@ -329,6 +329,21 @@ def test_a_sequence_of_one_token_leaves_nothing_to_measure(pair):
         lg.compression_report(*pair, zoo.tokens(2, 1), **QUIET)
 
 
+def test_text_that_the_compressed_model_was_calibrated_on_is_refused():
+    base, text = lg.load_model("twin-rmsnorm"), lg.load_text("austen")
+    calibrated = lg.tokenize(base, text, sequence_length=64, max_sequences=4)
+    sparse = lg.compress.wanda(base, calibrated, sparsity=0.5)
+    short = {"sites": ("block",), "modes": ("propagated",), **QUIET}
+    with pytest.raises(DataError, match=r"calibrated on this text: 33 of its 33 windows"):
+        lg.compression_report(base, sparse, calibrated.take(slice(1, 2)), **short)
+    other = lg.load_text("moby-dick")
+    result = lg.compression_report(base, sparse, other, max_sequences=2, sequence_length=64, **short)
+    assert result.meta["calibration"] == {"known": True, "windows": 66, "shared": 0}
+    assert result.meta["compressed"]["compression"]["method"] == "wanda"
+    unknown = lg.compression_report(base, damaged(base), other, max_sequences=2, sequence_length=64, **short)
+    assert any("is not known" in line for line in unknown.meta["warnings"])
+
+
 vectors = arrays(np.float64, (3, 5), elements=st.floats(-10, 10).map(lambda x: round(x, 3)))
 
 

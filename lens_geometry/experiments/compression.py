@@ -24,6 +24,7 @@ from lens_geometry.block_runs import Blocks, block_by_block
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.compression_sums import Sums
 from lens_geometry.experiments.counterparts import (
+    calibration_of,
     common_tokens,
     loaded,
     require_counterparts,
@@ -120,6 +121,7 @@ def compression_report(
     sites, also_left_out = available_sites(compressed, sites)
     require_counterparts(base, compressed, sites)
     tokens = common_tokens(base, compressed, data, settings)
+    overlap = calibration_of(compressed, tokens)
     measured = measured_tokens(tokens.counted, settings)
     sums = Sums(base, sites, measured, grouping=settings.grouping, replicates=settings.replicates, seed=settings.seed)
     n_layers = inspect(base).n_layers
@@ -149,7 +151,7 @@ def compression_report(
         },
     )
     meta["compressed"] = models.describe(compressed)
-    meta["compression"] = meta["compressed"].get("compression")
+    meta["calibration"] = overlap
     meta["warnings"] += [*model_warnings(compressed), *left_out, *also_left_out, *_caveats(meta, weights)]
     return Result("compression", table, meta)
 
@@ -164,6 +166,10 @@ def _caveats(meta: dict[str, Any], weights: Any) -> list[str]:
         )
     elif base["fingerprint"] == compressed["fingerprint"]:
         found.append("both models have the same weights")
+    if meta["calibration"]["shared"]:
+        found.append(f"{meta['calibration']['shared']} windows of this text are in the calibration text")
+    if not meta["calibration"]["known"]:
+        found.append("whether the compressed model was calibrated on this text is not known")
     if weights is None:
         found.append("the two models' parameters cannot be paired: the weight error is not known")
     return found
