@@ -8,8 +8,8 @@ quantity that does not vary, or one that its controls explain to the last rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,15 +76,20 @@ def spearman(one: Floats, other: Floats, *given: Floats) -> float:
     return correlate(columns, Correlation("0", "1", tuple(columns)[2:]), resamples=0).value
 
 
-def correlate(
+def correlate(columns: Mapping[str, Floats], wanted: Correlation, **options: Any) -> Estimate:
+    """`correlate_all` for one correlation."""
+    return correlate_all(columns, [wanted], **options)[0]
+
+
+def correlate_all(
     columns: Mapping[str, Floats],
-    wanted: Correlation,
+    wanted: Sequence[Correlation],
     *,
     families: Sequence[Hashable] | None = None,
     seed: int = 0,
     resamples: int = 2000,
-) -> Estimate:
-    """A rank correlation over cases, with the interval of resampled cases and the range without each family.
+) -> list[Estimate]:
+    """Rank correlations over cases, with the interval of resampled cases and the range without each family.
 
     Cases are drawn with replacement, each with all its quantities, and ranked anew: a case that is drawn twice is a tie
     in every quantity, and ties have average ranks. So the interval is for other cases *like these, drawn one by one*.
@@ -95,68 +100,120 @@ def correlate(
     Cases with a NaN in one of the quantities used are left out. With the same seed and the same cases, two calls draw
     the same resamples. Raises DataError for quantities of different lengths.
     """
-    used, whole = _whole_cases(columns, wanted.names)
-    names = list(wanted.names)
-    groups = np.array([str(family) for family in families or range(len(whole))], dtype=object)[whole]
-    n = used.shape[1]
+    _check_lengths(columns)
+    known: dict[bytes, _Cases] = {}
+    found = []
+    for one in wanted:
+        whole = _whole_cases([columns[name] for name in one.names])
+        if whole.tobytes() not in known:
+            known[whole.tobytes()] = _Cases(columns, whole, families, seed, resamples)
+        found.append(known[whole.tobytes()].estimate(one))
+    return found
 
-    def value(values: Floats) -> Floats:
-        if values.shape[-1] < LEAST + len(wanted.given):
-            return np.full(values.shape[1:-1], np.nan)
-        return _of_products(rank_products(values), names, wanted)
 
-    drawn = np.random.default_rng(seed).integers(0, max(n, 1), (resamples if n > 1 else 0, n))
-    low, high, undefined = _interval(value(used[:, drawn]) if len(drawn) else np.empty(0))
-    found = float(value(used))
-    without = {name: float(value(used[:, groups != name])) for name in dict.fromkeys(groups)} if families else {}
-    return Estimate(found, low, high, *_range(without), n, len({*groups}) if families else 0, undefined)
+class _Cases:
+    """Some of the cases: all of them, as they are drawn, and without each family; every quantity is ranked once."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, Floats],
+        whole: NDArray[np.bool_],
+        families: Sequence[Hashable] | None,
+        seed: int,
+        resamples: int,
+    ) -> None:
+        self.columns, self.n = columns, int(whole.sum())
+        cases = np.flatnonzero(whole)
+        drawn = np.random.default_rng(seed).integers(0, max(self.n, 1), (resamples if self.n > 1 else 0, self.n))
+        self.sets = {"": cases[np.concatenate([np.arange(self.n)[None], drawn])]}
+        groups = [] if families is None else [str(families[int(case)]) for case in cases]
+        self.families = list(dict.fromkeys(groups))
+        for family in self.families:
+            kept = [case for case, group in zip(cases, groups, strict=True) if group != family]
+            self.sets[f"without {family}"] = np.asarray(kept, dtype=np.intp)[None]
+        self.ranked: dict[tuple[str, str], Floats] = {}
+
+    def estimate(self, wanted: Correlation) -> Estimate:
+        values = self._values("", wanted)
+        low, high, undefined = _interval(values[1:])
+        without = {name: float(self._values(f"without {name}", wanted)[0]) for name in self.families}
+        return Estimate(float(values[0]), low, high, *_range(without), self.n, len(self.families), undefined)
+
+    def _values(self, which: str, wanted: Correlation) -> Floats:
+        sets = self.sets[which]
+        if sets.shape[1] < LEAST + len(wanted.given):
+            return np.full(len(sets), np.nan)
+        for name in wanted.names:
+            if (which, name) not in self.ranked:
+                values = np.asarray(self.columns[name], dtype=np.float64)[sets]
+                self.ranked[which, name] = ranks(values) - (sets.shape[1] + 1) / 2
+        centred = np.stack([self.ranked[which, name] for name in wanted.names], 1)
+        return _of_products(centred @ np.swapaxes(centred, 1, 2), list(wanted.names), wanted)
 
 
 def correlate_within(
     blocks: Sequence[Mapping[str, Floats]],
-    wanted: Correlation,
+    wanted: Sequence[Correlation],
     *,
     families: Sequence[Hashable] | None = None,
     seed: int = 0,
     resamples: int = 2000,
-) -> Estimate:
-    """A rank correlation over cases ranked within their own block (the layers of one variant), pooled over blocks.
+) -> list[Estimate]:
+    """Rank correlations over cases ranked within their own block (the layers of one variant), pooled over blocks.
 
     Ranks run from -1/2 to 1/2 in every block, so that what is compared is the order of the layers within a variant and
     never a variant with another. Blocks, not cases, are resampled (the layers of a variant depend on each other), and
     families of blocks are left out in turn. A block with fewer than two whole cases says nothing and is not counted.
     `n` counts the blocks.
     """
-    names = list(wanted.names)
-    products, kept, cases = [], [], 0
-    for place, block in enumerate(blocks):
-        used, _ = _whole_cases(block, wanted.names)
-        if used.shape[1] >= 2:
-            products.append(rank_products(used) / used.shape[1] ** 2)
-            kept.append(place)
-            cases += used.shape[1]
-    groups = np.array([str((families or range(len(blocks)))[place]) for place in kept], dtype=object)
-    stacked = np.stack(products) if products else np.zeros((0, len(names), len(names)))
-    enough = cases >= LEAST + len(wanted.given)
+    for block in blocks:
+        _check_lengths(block)
+    products: dict[tuple[int, bytes], tuple[list[str], Floats]] = {}
 
-    def value(weights: Floats) -> Floats:
-        found = _of_products(np.einsum("...b,bij->...ij", weights, stacked), names, wanted)
-        return found if enough else np.full_like(found, np.nan)
+    def of_block(place: int, names: Sequence[str]) -> Floats | None:
+        block = blocks[place]
+        whole = _whole_cases([block[name] for name in names])
+        if whole.sum() < 2:
+            return None
+        key = place, whole.tobytes()
+        if key not in products:
+            usable = [name for name, values in block.items() if not np.isnan(np.asarray(values)[whole]).any()]
+            centred = ranks(np.stack([np.asarray(block[name], dtype=np.float64)[whole] for name in usable]))
+            centred -= (whole.sum() + 1) / 2
+            products[key] = usable, centred @ centred.T / whole.sum() ** 2
+        usable, found = products[key]
+        chosen = [usable.index(name) for name in names]
+        return found[np.ix_(chosen, chosen)]
+
+    return [_pooled(one, blocks, of_block, families, seed, resamples) for one in wanted]
+
+
+def _pooled(
+    wanted: Correlation,
+    blocks: Sequence[Mapping[str, Floats]],
+    of_block: Callable[[int, Sequence[str]], Floats | None],
+    families: Sequence[Hashable] | None,
+    seed: int,
+    resamples: int,
+) -> Estimate:
+    names = list(wanted.names)
+    found = {place: of_block(place, names) for place in range(len(blocks))}
+    kept = {place: one for place, one in found.items() if one is not None}
+    stacked = np.stack([*kept.values()]) if kept else np.zeros((0, len(names), len(names)))
+    cases = sum(int(_whole_cases([blocks[place][name] for name in names]).sum()) for place in kept)
+
+    def values(weights: Floats) -> Floats:
+        if cases < LEAST + len(wanted.given):
+            return np.full(len(weights), np.nan)
+        return _of_products(np.tensordot(weights, stacked, 1), names, wanted)
 
     n = len(kept)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), resamples) if n > 1 else np.empty((0, n))
-    low, high, undefined = _interval(value(drawn.astype(np.float64)) if len(drawn) else np.empty(0))
-    found = float(value(np.ones(n)))
-    without = (
-        {name: float(value((groups != name).astype(np.float64))) for name in dict.fromkeys(groups)} if families else {}
-    )
-    return Estimate(found, low, high, *_range(without), n, len({*groups}) if families else 0, undefined)
-
-
-def rank_products(values: Floats) -> Floats:
-    """Products of centred ranks, [quantity, ..., case] gives [..., quantity, quantity]."""
-    centred = np.moveaxis(ranks(values) - (values.shape[-1] + 1) / 2, 0, -2)
-    return np.asarray(centred @ np.swapaxes(centred, -1, -2))
+    low, high, undefined = _interval(values(drawn.astype(np.float64)))
+    groups = np.array([] if families is None else [str(families[place]) for place in kept], dtype=object)
+    named = list(dict.fromkeys(groups))
+    without = {name: float(values((groups != name).astype(np.float64)[None])[0]) for name in named}
+    return Estimate(float(values(np.ones((1, n)))[0]), low, high, *_range(without), n, len(named), undefined)
 
 
 def _of_products(products: Floats, names: list[str], wanted: Correlation) -> Floats:
@@ -183,14 +240,16 @@ def _partial(products: Floats, one: int, other: int, given: list[int]) -> Floats
     return np.clip(found, -1.0, 1.0)
 
 
-def _whole_cases(columns: Mapping[str, Floats], names: Sequence[str]) -> tuple[Floats, NDArray[np.bool_]]:
-    """Some quantities, [quantity, case], without the cases that have a NaN among them; and which cases stay."""
-    lengths = {name: len(columns[name]) for name in names}
+def _check_lengths(columns: Mapping[str, Floats]) -> None:
+    lengths = {name: len(values) for name, values in columns.items()}
     if len({*lengths.values()}) != 1:
         raise DataError(f"the quantities have different lengths: {lengths}", cure="give one number per case to each")
-    found = np.stack([np.asarray(columns[name], dtype=np.float64) for name in names])
-    whole = np.asarray(np.isfinite(found) | np.isinf(found)).all(axis=0)
-    return found[:, whole], whole
+
+
+def _whole_cases(values: Sequence[Floats]) -> NDArray[np.bool_]:
+    """Which cases have no NaN in any of the quantities."""
+    missing = np.isnan(np.stack([np.asarray(one, dtype=np.float64) for one in values]))
+    return np.asarray(missing.sum(0) == 0)
 
 
 def _interval(draws: Floats) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lens_geometry.errors import DataError
-from lens_geometry.rank_correlation import Correlation, correlate, correlate_within, spearman
+from lens_geometry.rank_correlation import Correlation, correlate, correlate_all, correlate_within, spearman
 
 PAIR = Correlation("x", "y")
 
@@ -138,9 +138,9 @@ def test_leaving_out_a_family_shows_what_hangs_on_it():
 def test_within_blocks_only_the_order_inside_counts():
     one = {"x": np.array([1.0, 2, 3, 4]), "y": np.array([10.0, 20, 30, 40])}
     other = {"x": np.array([101.0, 102, 103, 104]), "y": np.array([4.0, 3, 2, 1])}
-    assert correlate_within([one], PAIR).value == pytest.approx(1.0)
-    assert correlate_within([one, other], PAIR).value == pytest.approx(0.0)
-    assert correlate_within([one, one, other], PAIR).value == pytest.approx(1 / 3)
+    assert correlate_within([one], [PAIR])[0].value == pytest.approx(1.0)
+    assert correlate_within([one, other], [PAIR])[0].value == pytest.approx(0.0)
+    assert correlate_within([one, one, other], [PAIR])[0].value == pytest.approx(1 / 3)
 
 
 def test_within_blocks_is_the_pooled_correlation_of_ranks_within():
@@ -149,21 +149,35 @@ def test_within_blocks_is_the_pooled_correlation_of_ranks_within():
     pooled = {name: np.concatenate([stats.rankdata(block[name]) for block in blocks]) for name in "xyz"}
     design = np.column_stack([np.ones(18), pooled["z"]])
     left = [pooled[n] - design @ np.linalg.lstsq(design, pooled[n], rcond=None)[0] for n in "xy"]
-    found = correlate_within(blocks, Correlation("x", "y", ("z",)), families=["a", "a", "b"], resamples=200)
+    wanted = [Correlation("x", "y", ("z",)), PAIR]
+    found = correlate_within(blocks, wanted, families=["a", "a", "b"], resamples=200)[0]
     assert found.value == pytest.approx(np.corrcoef(*left)[0, 1])
     assert (found.n, found.n_families) == (3, 2)
     assert found.low <= found.value <= found.high
-    last = correlate_within(blocks[2:], Correlation("x", "y", ("z",))).value
+    last = correlate_within(blocks[2:], wanted)[0].value
     assert last in (pytest.approx(found.family_low), pytest.approx(found.family_high))
 
 
 def test_blocks_without_two_cases_are_not_counted():
     whole = {"x": np.arange(5.0), "y": np.arange(5.0)}
     single = {"x": np.array([1.0, np.nan]), "y": np.array([1.0, 2.0])}
-    assert correlate_within([whole, single], PAIR, resamples=10).n == 1
-    assert math.isnan(correlate_within([single], PAIR).value)
+    assert correlate_within([whole, single], [PAIR], resamples=10)[0].n == 1
+    assert math.isnan(correlate_within([single], [PAIR])[0].value)
 
 
 def test_quantities_of_different_lengths_are_refused():
     with pytest.raises(DataError, match="different lengths"):
         correlate({"x": np.arange(5.0), "y": np.arange(4.0)}, PAIR)
+
+
+def test_many_at_once_are_each_as_alone_also_with_gaps_in_one():
+    x, y, z = np.random.default_rng(0).normal(size=(3, 14))
+    z[3] = np.nan
+    columns, families = {"x": x, "y": y, "z": z}, list("aabbccdaabbccd")
+    asked = [PAIR, Correlation("x", "z"), Correlation("x", "y", ("z",)), Correlation("x", "y", minus=("x", "z"))]
+    options = {"families": families, "resamples": 50}
+    assert correlate_all(columns, asked, **options) == [correlate(columns, one, **options) for one in asked]
+    assert [one.n for one in correlate_all(columns, asked, **options)] == [14, 13, 13, 13]
+    blocks = [{name: values[rows] for name, values in columns.items()} for rows in (slice(6), slice(6, 14))]
+    both = correlate_within(blocks, asked, families="ab", resamples=50)
+    assert both == [correlate_within(blocks, [one], families="ab", resamples=50)[0] for one in asked]

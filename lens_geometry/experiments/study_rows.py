@@ -1,0 +1,118 @@
+"""The rows of a compression study: what each variant's errors are, beside what it does to the output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from lens_geometry.results import Result
+
+PREDICTORS = ("perpendicular_error", "parallel_error", "error", "update_cosine_distance")
+ENDS = {"": "mean", "_low": "ci_low", "_high": "ci_high"}
+NUMBERS = ("value", "loss_change", "kl")
+
+
+def study_rows(variant: str, family: str, report: Result) -> Iterator[dict[str, Any]]:
+    """The rows of one variant from its `compression_report`.
+
+    For each mode and site the mean over layers of every predictor, then that of all sites together ("pooled": the mean
+    over sites, its interval the mean of theirs, which is right where the sites' errors move together and else too
+    wide), and the error of the weights; all beside the change of loss and the divergence of the whole variant. With
+    single layers' losses in the report, also a row for each layer, beside the losses of that layer alone.
+    """
+    table = report.table
+    about = report.meta.get("compression") or {}
+    outputs = table[(table["site"] == "") & table["metric"].isin(("loss_change", "kl"))]
+    whole = _outputs(outputs[outputs["layer"].isna()])
+    lost = int(outputs.loc[outputs["layer"].isna(), ["n_infinite", "n_undefined"]].to_numpy().sum())
+    idle = whole["loss_change"] == 0 and whole["kl"] == 0
+    shared = {
+        "variant": variant,
+        "family": family,
+        "status": "nonfinite" if lost or not math.isfinite(whole["loss_change"]) else "no_effect" if idle else "ok",
+        "reason": f"{lost} losses or divergences are not finite" if lost else "",
+        "bits_per_weight": _number(about.get("bits_per_weight")),
+        "size_bytes": _number(about.get("size_bytes")),
+        "n_tokens": int(outputs.loc[outputs["layer"].isna(), "n_tokens"].max()),
+    }
+    errors = table[table["head"].isna() & table["metric"].isin(PREDICTORS)]
+    means = errors[errors["layer"].isna()]
+    for mode, of_mode in means.groupby("mode", sort=False):
+        for site, of_site in of_mode.groupby("site", sort=False):
+            for row in of_site.itertuples():
+                yield {**shared, **_at(mode, site, row.metric), **_value(row), **whole}
+        for metric, rows in of_mode.groupby("metric", sort=False):
+            value = {f"value{end}": float(rows[name].mean(skipna=False)) for end, name in ENDS.items()}
+            yield {**shared, **_at(mode, "pooled", metric), **value, **whole}
+    weights = table[(table["mode"] == "weights") & table["layer"].isna()]
+    for row in weights.itertuples():
+        yield {**shared, **_at("weights", "", row.metric), **_value(row), **whole}
+    alone = outputs[outputs["layer"].notna()]
+    for layer, found in alone.groupby("layer", sort=False):
+        of_layer = _outputs(found)
+        for row in errors[(errors["layer"] == layer) & (errors["mode"] == "local")].itertuples():
+            yield {**shared, **_at(row.mode, row.site, row.metric, layer), **_value(row), **of_layer}
+        of_weights = table[(table["mode"] == "weights") & (table["layer"] == layer)]
+        for row in of_weights.itertuples():
+            yield {**shared, **_at("weights", "", row.metric, layer), **_value(row), **of_layer}
+
+
+def lost_row(variant: str, family: str, status: str, reason: str) -> dict[str, Any]:
+    """The row of a variant that could not be made or measured."""
+    nothing = {f"{name}{end}": math.nan for name in NUMBERS for end in ENDS}
+    return {
+        "variant": variant,
+        "family": family,
+        "status": status,
+        "reason": reason,
+        **_at("", "", ""),
+        **nothing,
+        "bits_per_weight": math.nan,
+        "size_bytes": math.nan,
+        "n_tokens": 0,
+    }
+
+
+def study_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows of all variants as a table, its columns in order."""
+    columns = [
+        *("variant", "family", "status", "mode", "site", "layer", "predictor"),
+        *(f"{name}{end}" for name in NUMBERS for end in ENDS),
+        *("bits_per_weight", "size_bytes", "n_tokens", "reason"),
+    ]
+    return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64"})
+
+
+def label_of(report: Result) -> tuple[str, str]:
+    """`(variant, family)` of a report by itself: what its compressed model says was done to it, or its name."""
+    about: Mapping[str, Any] = report.meta.get("compression") or {}
+    name = str((report.meta.get("compressed") or {}).get("name") or "compressed")
+    if not about:
+        return name, name
+    settings = ",".join(f"{key}={value}" for key, value in (about.get("settings") or {}).items() if value is not None)
+    return f"{about['method']}:{settings}" if settings else str(about["method"]), str(about["method"])
+
+
+def _at(mode: Any, site: Any, predictor: Any, layer: Any = None) -> dict[str, Any]:
+    return {"mode": mode, "site": site, "layer": layer, "predictor": predictor}
+
+
+def _value(row: Any) -> dict[str, float]:
+    return {f"value{end}": float(getattr(row, name)) for end, name in ENDS.items()}
+
+
+def _outputs(rows: pd.DataFrame) -> dict[str, float]:
+    """Change of loss and divergence with their intervals."""
+    found = rows.set_index("metric")
+    return {
+        f"{name}{end}": float(found.loc[name, column]) if name in found.index else math.nan
+        for name in ("loss_change", "kl")
+        for end, column in ENDS.items()
+    }
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
