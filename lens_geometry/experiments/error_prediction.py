@@ -18,14 +18,12 @@ import pandas as pd
 
 from lens_geometry.axes import require
 from lens_geometry.errors import DataError
-from lens_geometry.experiments.study_rows import PREDICTORS, label_of, study_rows, study_table
+from lens_geometry.experiments.study_rows import OUTPUTS, PREDICTORS, WEIGHTS, label_of, study_rows, study_table
 from lens_geometry.prediction_verdict import COLUMNS, prediction_sentence, verdict
 from lens_geometry.rank_correlation import LEAST, Correlation, Estimate, correlate_all, correlate_within
 from lens_geometry.results import Result, versions
 
 STUDY = "variant family status mode site layer predictor value loss_change kl reason"
-TARGETS = ("loss_change", "kl")
-WEIGHTS = "weight_error"
 ASKED = (  # kind, predictor, given
     *(("spearman", name, "") for name in (*PREDICTORS, WEIGHTS)),
     ("partial", "perpendicular_error", "error"),
@@ -135,7 +133,7 @@ def _of_variants(table: pd.DataFrame, seed: int, resamples: int) -> Iterator[dic
     families = by_variant["family"].tolist()
     for (mode, site), part in whole[~whole["mode"].isin(("weights", ""))].groupby(["mode", "site"], sort=False):
         columns = _columns(part.set_index("variant"), by_variant, weights)
-        for against in TARGETS:
+        for against in OUTPUTS:
             wanted = [_wanted(asked, against) for asked in ASKED]
             found = correlate_all(columns, wanted, families=families, seed=seed, resamples=resamples)
             for asked, estimate in zip(ASKED, found, strict=True):
@@ -156,7 +154,7 @@ def _of_layers(table: pd.DataFrame, seed: int, resamples: int) -> Iterator[dict[
         variants = list(dict.fromkeys(of_variant))
         blocks = [{name: x[touched & (of_variant == one)] for name, x in columns.items()} for one in variants]
         families = [str(outputs.loc[one, "family"].iloc[0]) for one in variants]
-        for against in TARGETS:
+        for against in OUTPUTS:
             wanted = [_wanted(asked, against) for asked in ASKED]
             found = correlate_within(blocks, wanted, families=families, seed=seed, resamples=resamples)
             for asked, estimate in zip(ASKED, found, strict=True):
@@ -170,7 +168,7 @@ def _columns(part: pd.DataFrame, outputs: pd.DataFrame, weights: pd.Series) -> d
         for name in PREDICTORS
     }
     found[WEIGHTS] = weights.reindex(outputs.index).to_numpy(dtype=float)
-    return found | {name: outputs[name].to_numpy(dtype=float) for name in TARGETS}
+    return found | {name: outputs[name].to_numpy(dtype=float) for name in OUTPUTS}
 
 
 def _wanted(asked: tuple[str, str, str], against: str) -> Correlation:

@@ -11,8 +11,10 @@ import pandas as pd
 from lens_geometry.results import Result
 
 PREDICTORS = ("perpendicular_error", "parallel_error", "error", "update_cosine_distance")
+WEIGHTS = "weight_error"
+OUTPUTS = ("loss_change", "kl")
 ENDS = {"": "mean", "_low": "ci_low", "_high": "ci_high"}
-NUMBERS = ("value", "loss_change", "kl")
+NUMBERS = ("value", *OUTPUTS)
 
 
 def study_rows(variant: str, family: str, report: Result) -> Iterator[dict[str, Any]]:
@@ -24,11 +26,19 @@ def study_rows(variant: str, family: str, report: Result) -> Iterator[dict[str, 
     single layers' losses in the report, also a row for each layer, beside the losses of that layer alone.
     """
     table = report.table
-    about = report.meta.get("compression") or {}
-    outputs = table[(table["site"] == "") & table["metric"].isin(("loss_change", "kl"))]
-    whole = _outputs(outputs[outputs["layer"].isna()])
-    lost = int(outputs.loc[outputs["layer"].isna(), ["n_infinite", "n_undefined"]].to_numpy().sum())
+    kept = table[table["head"].isna() & table["metric"].isin((*PREDICTORS, WEIGHTS, *OUTPUTS))]
+    outputs: dict[Any, dict[str, dict[str, Any]]] = {}
+    errors: dict[Any, list[dict[str, Any]]] = {}
+    for row in kept.to_dict("records"):
+        layer = None if pd.isna(row["layer"]) else int(row["layer"])
+        if row["metric"] in OUTPUTS:
+            outputs.setdefault(layer, {})[row["metric"]] = row
+        elif layer is None or row["mode"] != "propagated":
+            errors.setdefault(layer, []).append(row)
+    whole = _outputs(outputs[None])
+    lost = sum(int(row["n_infinite"] + row["n_undefined"]) for row in outputs[None].values())
     idle = whole["loss_change"] == 0 and whole["kl"] == 0
+    about = report.meta.get("compression") or {}
     shared = {
         "variant": variant,
         "family": family,
@@ -36,28 +46,24 @@ def study_rows(variant: str, family: str, report: Result) -> Iterator[dict[str, 
         "reason": f"{lost} losses or divergences are not finite" if lost else "",
         "bits_per_weight": _number(about.get("bits_per_weight")),
         "size_bytes": _number(about.get("size_bytes")),
-        "n_tokens": int(outputs.loc[outputs["layer"].isna(), "n_tokens"].max()),
+        "n_tokens": int(outputs[None]["loss_change"]["n_tokens"]),
     }
-    errors = table[table["head"].isna() & table["metric"].isin(PREDICTORS)]
-    means = errors[errors["layer"].isna()]
-    for mode, of_mode in means.groupby("mode", sort=False):
-        for site, of_site in of_mode.groupby("site", sort=False):
-            for row in of_site.itertuples():
-                yield {**shared, **_at(mode, site, row.metric), **_value(row), **whole}
-        for metric, rows in of_mode.groupby("metric", sort=False):
-            value = {f"value{end}": float(rows[name].mean(skipna=False)) for end, name in ENDS.items()}
-            yield {**shared, **_at(mode, "pooled", metric), **value, **whole}
-    weights = table[(table["mode"] == "weights") & table["layer"].isna()]
-    for row in weights.itertuples():
-        yield {**shared, **_at("weights", "", row.metric), **_value(row), **whole}
-    alone = outputs[outputs["layer"].notna()]
-    for layer, found in alone.groupby("layer", sort=False):
-        of_layer = _outputs(found)
-        for row in errors[(errors["layer"] == layer) & (errors["mode"] == "local")].itertuples():
-            yield {**shared, **_at(row.mode, row.site, row.metric, layer), **_value(row), **of_layer}
-        of_weights = table[(table["mode"] == "weights") & (table["layer"] == layer)]
-        for row in of_weights.itertuples():
-            yield {**shared, **_at("weights", "", row.metric, layer), **_value(row), **of_layer}
+    pooled: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in errors[None]:
+        yield {**shared, **_at(row["mode"], row["site"], row["metric"]), **_value(row), **whole}
+        if row["metric"] in PREDICTORS:
+            pooled.setdefault((row["mode"], row["metric"]), []).append(_value(row))
+    for (mode, metric), values in pooled.items():
+        mean = {name: math.fsum(value[name] for value in values) / len(values) for name in values[0]}
+        yield {**shared, **_at(mode, "pooled", metric), **mean, **whole}
+    for layer in filter(lambda at: at is not None and at in errors, outputs):
+        for row in errors[layer]:
+            yield {
+                **shared,
+                **_at(row["mode"], row["site"], row["metric"], layer),
+                **_value(row),
+                **_outputs(outputs[layer]),
+            }
 
 
 def lost_row(variant: str, family: str, status: str, reason: str) -> dict[str, Any]:
@@ -100,16 +106,15 @@ def _at(mode: Any, site: Any, predictor: Any, layer: Any = None) -> dict[str, An
     return {"mode": mode, "site": site, "layer": layer, "predictor": predictor}
 
 
-def _value(row: Any) -> dict[str, float]:
-    return {f"value{end}": float(getattr(row, name)) for end, name in ENDS.items()}
+def _value(row: Mapping[str, Any]) -> dict[str, float]:
+    return {f"value{end}": float(row[name]) for end, name in ENDS.items()}
 
 
-def _outputs(rows: pd.DataFrame) -> dict[str, float]:
+def _outputs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Change of loss and divergence with their intervals."""
-    found = rows.set_index("metric")
     return {
-        f"{name}{end}": float(found.loc[name, column]) if name in found.index else math.nan
-        for name in ("loss_change", "kl")
+        f"{name}{end}": float(rows[name][column]) if name in rows else math.nan
+        for name in OUTPUTS
         for end, column in ENDS.items()
     }
 
