@@ -44,6 +44,10 @@ class DataError(LensGeometryError):
     """Text, tokens or pairs that cannot be used."""
 
 
+class CompressionError(LensGeometryError):
+    """A compression that cannot be done to this model, or that would change nothing."""
+
+
 class ResultError(LensGeometryError):
     """A result or a run's journal that cannot be written, read or resumed."""
 

@@ -17,6 +17,7 @@ import torch
 
 SOURCE = "lens_geometry_source"  # attribute that load_model leaves on a model: name, revision, source, ...
 SUPPRESSION = "lens_geometry_suppression"  # and what it was trained under: how to describe it as it is now
+COMPRESSION = "lens_geometry_compression"  # and how its weights were compressed: a compressed.Compression
 Flag = bool | str  # True, False or "unknown"
 
 _SAMPLES = 1024  # values per parameter in the fingerprint
@@ -40,7 +41,8 @@ def describe(model: Any) -> dict[str, Any]:
     otherwise the name is the model's own, or says what it is, and the rest is None. `default_prepend_bos` is
     the model's own policy for text; experiments pass `prepend_bos` explicitly. `processing` maps each step to
     True, False or "unknown". `suppression` is None, or says whether the edit that the model was trained under is
-    "attached", "left out" or "removed", and its settings.
+    "attached", "left out" or "removed", and its settings. `compression` is None, or the method that changed the
+    weights, its settings, layers, sizes and calibration (`lens_geometry.compress`).
     """
     cfg, original = model.cfg, getattr(model, "original_model", None)
     source: dict[str, Any] = model.__dict__.get(SOURCE) or {}
@@ -74,6 +76,7 @@ def describe(model: Any) -> dict[str, Any]:
         "default_prepend_bos": getattr(cfg, "default_prepend_bos", None),
         "processing": processing(model),
         "suppression": suppression_of(model),
+        "compression": compression_of(model),
         "fingerprint": fingerprint(model),
     }
 
@@ -85,6 +88,12 @@ def suppression_of(model: Any) -> dict[str, Any] | None:
     """
     look: Callable[[Any], dict[str, Any]] | None = model.__dict__.get(SUPPRESSION)
     return None if look is None else look(model)
+
+
+def compression_of(model: Any) -> dict[str, Any] | None:
+    """How the weights of a model were compressed, JSON-able; None for one that was not, as far as is known."""
+    found = model.__dict__.get(COMPRESSION)
+    return None if found is None else dict(found.record)
 
 
 def _own_name(model: Any, architecture: str | None) -> str:

@@ -143,6 +143,18 @@ def attach_suppression(model: Any, saved: SavedSuppression | None, where: str = 
         return {"status": "attached" if own_hooks(model) == count else "removed", **about}
 
     model.__dict__[SUPPRESSION] = look
+    look.saved, look.where = saved, where  # type: ignore[attr-defined]
+
+
+def carry_suppression(model: Any, copied: Any) -> None:
+    """Give a copy of a model, made without its hooks, the edit that the model has, or the record that it lacks it."""
+    look = model.__dict__.get(SUPPRESSION)
+    if look is None:
+        return
+    if look(model)["status"] == "attached":
+        attach_suppression(copied, look.saved, look.where)
+    else:
+        copied.__dict__[SUPPRESSION] = look
 
 
 def leave_out(model: Any, directory: Path) -> None:

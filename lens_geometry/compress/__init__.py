@@ -1,0 +1,26 @@
+"""Compression: a model with fewer bits, weights, ranks or layers, as an ordinary dense model to look into.
+
+from lens_geometry import compress
+
+small = compress.round_to_nearest(model, bits=4, group_size=64)
+sparse = compress.compress(model, "magnitude:pattern=2:4")
+describe(small)["compression"]["size_bytes"]
+
+Every method takes a TransformerLens model (or a Hugging Face one), leaves it as it is, and returns a new one of the
+same class, so that every site can be read.
+"""
+
+from lens_geometry.compress.depth import blank_layers
+from lens_geometry.compress.pruning import magnitude
+from lens_geometry.compress.rounding import round_to_nearest
+from lens_geometry.compress.variants import METHODS, Variant, compress, parse_variant
+
+__all__ = [
+    "METHODS",
+    "Variant",
+    "blank_layers",
+    "compress",
+    "magnitude",
+    "parse_variant",
+    "round_to_nearest",
+]
