@@ -195,4 +195,5 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "train": run_figure,
     "compare_arms": arms_figure,
     "cost": table_figure,
+    "compression": table_figure,
 }

@@ -13,13 +13,13 @@ from lens_geometry.provenance import describe, fingerprint
 def test_every_class_comes_back_changed_and_the_given_model_stays_to_the_bit(name, backend):
     model, tokens = zoo.build(name, backend), zoo.tokens()
     print_before, logits = fingerprint(model), model(tokens)
-    small = compress.compress(model, "rtn:bits=4,group_size=16")
+    small = compress.compress(model, "rtn:bits=4,group_size=8")
     assert type(small) is type(model)
     assert fingerprint(model) == print_before
     assert torch.equal(model(tokens), logits)
-    assert 1e-3 < float((small(tokens) - logits).abs().max())
+    assert float((small(tokens) - logits).abs().max()) > 1e-3
     about = describe(small)["compression"]
-    assert about["bits_per_weight"] == pytest.approx(4 + 32 / 16)
+    assert about["bits_per_weight"] == pytest.approx(4 + 32 / 8)
     assert describe(model)["compression"] is None
 
 

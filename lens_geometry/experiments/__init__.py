@@ -3,6 +3,7 @@
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.calibration import principal_directions
+from lens_geometry.experiments.compression import CompressionSettings, compression_report
 from lens_geometry.experiments.dissociation import dissociation, side_by_side
 from lens_geometry.experiments.dissociation_plan import DissociationSettings
 from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
@@ -25,6 +26,7 @@ __all__ = [
     "VARIANTS",
     "AttentionSettings",
     "BasinSettings",
+    "CompressionSettings",
     "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
@@ -40,6 +42,7 @@ __all__ = [
     "applied_strength",
     "attention_maps",
     "basin",
+    "compression_report",
     "continuations",
     "diagonal_numbers",
     "dissociation",

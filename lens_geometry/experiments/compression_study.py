@@ -87,7 +87,9 @@ def compression_study(
     calibrating = calibration_tokens(base, calibration, tokens, settings)
     if calibrating is None and any(one.calibrated for one in chosen):
         needy = ", ".join(one.label for one in chosen if one.calibrated)
-        raise DataError(f"a calibration text is needed by {needy}", cure="pass calibration=, another text than the data")
+        raise DataError(
+            f"a calibration text is needed by {needy}", cure="pass calibration=, another text than the data"
+        )
     about = identity_of_run(base, tokens, settings) | {
         "calibration_sha256": None if calibrating is None else calibrating.meta["tokens_sha256"]
     }
@@ -119,7 +121,10 @@ def compression_study(
         settings,
         started=started,
         token_mask=f"real tokens, positions {list(settings.exclude_positions)} left out",
-        counts={"variants": len(made), **{f"{name}_variants": statuses.count(name) for name in dict.fromkeys(statuses)}},
+        counts={
+            "variants": len(made),
+            **{f"{name}_variants": statuses.count(name) for name in dict.fromkeys(statuses)},
+        },
         calibration=None if calibrating is None else calibrating.meta,
         variants=made,
     )
@@ -142,7 +147,9 @@ def calibration_tokens(base: Any, calibration: Any, tokens: Tokens, settings: An
         prepend_bos=settings.prepend_bos,
         seed=settings.seed,
     )
-    same_text = found.meta.get("text_sha256") is not None and found.meta["text_sha256"] == tokens.meta.get("text_sha256")
+    same_text = found.meta.get("text_sha256") is not None and found.meta["text_sha256"] == tokens.meta.get(
+        "text_sha256"
+    )
     known = {tuple(row[real].tolist()) for row, real in zip(tokens.ids, tokens.mask, strict=True)}
     shared = sum(tuple(row[real].tolist()) in known for row, real in zip(found.ids, found.mask, strict=True))
     if same_text or shared:
