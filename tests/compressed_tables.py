@@ -23,6 +23,7 @@ def report(
         "perpendicular_error": e_perp, "parallel_error": e_par, "error": np.hypot(e_perp, e_par),
         "update_cosine_distance": 1 - (1 - e_par) / np.hypot(1 - e_par, e_perp),
     }  # fmt: skip
+    metrics |= {f"{name}_over_reference": 0.3 * metrics[name] for name in ("perpendicular_error", "error")}
     rows = []
     for mode in ("local", "propagated"):
         for site in SITES:

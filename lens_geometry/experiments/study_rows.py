@@ -10,7 +10,14 @@ import pandas as pd
 
 from lens_geometry.results import Result
 
-PREDICTORS = ("perpendicular_error", "parallel_error", "error", "update_cosine_distance")
+PREDICTORS = (
+    "perpendicular_error",
+    "parallel_error",
+    "error",
+    "update_cosine_distance",
+    "perpendicular_error_over_reference",
+    "error_over_reference",
+)
 WEIGHTS = "weight_error"
 OUTPUTS = ("loss_change", "kl")
 ENDS = {"": "mean", "_low": "ci_low", "_high": "ci_high"}
