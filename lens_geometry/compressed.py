@@ -44,7 +44,7 @@ class Compression:
     Attributes:
         record: what `describe(model)["compression"]` shows.
         storage: by matrix.
-        windows: hashes of the calibration text's windows, sorted; None where nothing was calibrated.
+        windows: of the calibration text, rows of (tokens in a window, its hash); None where nothing was calibrated.
     """
 
     record: Mapping[str, Any]

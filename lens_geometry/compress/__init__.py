@@ -10,8 +10,10 @@ Every method takes a TransformerLens model (or a Hugging Face one), leaves it as
 same class, so that every site can be read.
 """
 
-from lens_geometry.compress.depth import blank_layers
-from lens_geometry.compress.pruning import magnitude
+from lens_geometry.compress.calibrating import calibration_overlap, calibration_tokens
+from lens_geometry.compress.depth import blank_layers, drop_layers
+from lens_geometry.compress.factors import low_rank
+from lens_geometry.compress.pruning import magnitude, wanda
 from lens_geometry.compress.rounding import round_to_nearest
 from lens_geometry.compress.variants import METHODS, Variant, compress, parse_variant
 
@@ -19,8 +21,13 @@ __all__ = [
     "METHODS",
     "Variant",
     "blank_layers",
+    "calibration_overlap",
+    "calibration_tokens",
     "compress",
+    "drop_layers",
+    "low_rank",
     "magnitude",
     "parse_variant",
     "round_to_nearest",
+    "wanda",
 ]

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lens_geometry.compress.matrices import Matrix
+from lens_geometry.compress.matrices import Matrix, blocks
+from lens_geometry.compress.plain import is_hooked, shortened, shortened_hooked
 from lens_geometry.compress.records import Step, Work
 from lens_geometry.compressed import Storage
 from lens_geometry.errors import CompressionError, ModelError
@@ -55,3 +56,40 @@ def blank_layers(model: Any, layers: Any, *, part: Part = "block") -> Any:
             if matrix.bias is not None:
                 matrix.bias.zero_()
     return work.done(Step("blank", {"part": part}))
+
+
+def drop_layers(model: Any, layers: Any) -> Any:
+    """A new, shorter model without some of its layers; those that stay are numbered anew from 0.
+
+    Args:
+        model: a TransformerLens model, or a Hugging Face one; it stays as it is.
+        layers: which go ("4-11", [0, 3]).
+
+    Raises:
+        CompressionError: no layers, all of them, or attention that depends on its layer's number.
+        SiteError: layers that the model does not have.
+        ModelError: a model whose weights cannot be copied.
+    """
+    if layers is None:
+        raise CompressionError("no layers are named to drop", cure="such as layers=[3]")
+    work = Work(model, layers)
+    stay = [layer for layer in range(work.n_layers) if layer not in work.layers]
+    if not stay:
+        raise CompressionError("all layers would be dropped", cure="leave one at least")
+    settings = getattr(work.copied, "cfg" if is_hooked(work.copied) else "config", None)
+    if getattr(settings, "scale_attn_by_inverse_layer_idx", False):
+        raise CompressionError(
+            "attention of this model is scaled by its layer's number, which dropping would change",
+            cure="use blank_layers",
+        )
+    places = [place for place, _ in blocks(work.copied)]
+    shorten = shortened_hooked if is_hooked(work.copied) else shortened
+    work.copied = shorten(work.copied, stay)
+    renamed = {places[old]: places[new] for new, old in enumerate(stay)}
+    work.storage = {
+        f"{renamed[place]}.{rest}": stored
+        for name, stored in work.storage.items()
+        for place in renamed
+        if (rest := name.removeprefix(f"{place}.")) != name
+    }
+    return work.done(Step("drop", {}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,53 @@ def returned(model: Any, copied: nn.Module) -> Any:
     return bridge.eval()
 
 
+def shortened(plain: Any, stay: Sequence[int]) -> nn.Module:
+    """A plain model with some of its layers, numbered anew, and whatever its configuration lists by layer.
+
+    Raises ModelError where the class builds other layers in their places.
+    """
+    native = type(plain).__name__ == NATIVE
+    settings = copy.deepcopy(_config_of(plain) if native else plain.config)
+    count = int(settings.n_layers if native else settings.num_hidden_layers)
+    listed = {
+        name: [value[layer] for layer in stay]
+        for name, value in vars(settings).items()
+        if isinstance(value, list | tuple) and len(value) == count and name != "architectures"
+    }
+    setattr(settings, "n_layers" if native else "num_hidden_layers", len(stay))
+    for name, value in listed.items():
+        setattr(settings, name, value)
+    numbers = {old: new for new, old in enumerate(stay)}
+
+    def renumbered(named: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in named.items():
+            steps = name.split(".")
+            place = next((i for i, step in enumerate(steps) if step.isdecimal()), None)
+            if place is None or int(steps[place]) in numbers:
+                if place is not None:
+                    steps[place] = str(numbers[int(steps[place])])
+                found[".".join(steps)] = tensor
+        return found
+
+    return _rebuilt(
+        plain, settings, renumbered(dict(plain.named_parameters())), renumbered(dict(plain.named_buffers()))
+    )
+
+
+def shortened_hooked(hooked: Any, stay: Sequence[int]) -> Any:
+    """The same for a HookedTransformer, which is changed."""
+    cfg = hooked.cfg
+    if cfg.attn_types is not None:
+        cfg.attn_types = [cfg.attn_types[layer] for layer in stay]
+    cfg.n_layers = len(stay)
+    hooked.blocks = type(hooked.blocks)([hooked.blocks[layer] for layer in stay])
+    for number, block in enumerate(hooked.blocks):
+        block.attn.layer_id = number
+    hooked.setup()  # names of hooks
+    return hooked
+
+
 def _carry(model: Any, new: Any) -> None:
     """Where the weights come from, what was done to them, and the edit that they were trained under."""
     for name in (SOURCE, COMPRESSION):
@@ -141,6 +189,12 @@ def _rebuilt(model: Any, settings: Any, weights: dict[str, Tensor], buffers: dic
             cure="compress the Hugging Face model before it is wrapped or changed",
         )
     for name, parameter in own.items():
+        if parameter.shape != weights[name].shape:
+            raise ModelError(
+                f"its shape is {tuple(weights[name].shape)}, and by its class {tuple(parameter.shape)}",
+                where=name,
+                cure="compress the Hugging Face model before it is wrapped or changed",
+            )
         parameter.data = weights[name].detach().clone()
     for name, buffer in plain.named_buffers():
         if name in buffers and buffers[name].shape == buffer.shape:

@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_geometry.compress.calibrating import Listening, calibration_of
 from lens_geometry.compress.matrices import Matrix
 from lens_geometry.compress.records import Step, Work, stored_sparse
 from lens_geometry.compressed import Storage
@@ -82,6 +83,40 @@ def magnitude(model: Any, *, sparsity: float = 0.5, pattern: str | None = None, 
 
     work.change(change)
     return work.done(Step("magnitude", {"sparsity": share, "pattern": pattern}, share))
+
+
+def wanda(
+    model: Any, calibration: Any, *, sparsity: float = 0.5, pattern: str | None = None, layers: Any = None
+) -> Any:
+    """A new model without the weights that matter least for their output: |W| times the norm of its input, row by row.
+
+    Every input's norm is that in the uncompressed model; matrices are not pruned one after another.
+
+    Args:
+        model: a TransformerLens model, or a Hugging Face one; it stays as it is.
+        calibration: text or tokens to measure the inputs on; never the text of an evaluation.
+        sparsity: share of every row (output) that becomes zero; not used where there is a pattern.
+        pattern: "2:4" or "4:8": how many weights stay of how many along the inputs.
+        layers: None for all, or which ("4-11", [0, 3]).
+
+    Raises:
+        CompressionError: a sparsity outside (0, 1), a pattern that does not fit, inputs that are not finite, or nothing
+            that changed.
+        DataError: a calibration text that cannot be used.
+        SiteError: layers that the model does not have.
+        ModelError: a model whose weights cannot be copied or are no matrices.
+    """
+    share, text = pruned_share(sparsity, pattern), calibration_of(model, calibration)
+    work = Work(model, layers)
+    heard = Listening(work.copied, work.matrices(), text, products=False)
+
+    def change(matrix: Matrix, weight: Tensor, stored: Storage) -> tuple[Tensor, Storage]:
+        scores = weight.abs() * heard.squares[matrix.name].sqrt().to(weight.dtype)
+        away = smallest_of_rows(scores, share) if pattern is None else smallest_of_groups(scores, pattern)
+        return weight.masked_fill(away, 0), stored_sparse(stored, 1 - share)
+
+    work.change(change)
+    return work.done(Step("wanda", {"sparsity": share, "pattern": pattern}, share), calibration=text)
 
 
 def _lowest(scores: Float[Tensor, "row each"], count: int) -> Bool[Tensor, "row each"]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -124,7 +125,8 @@ def finished(work: Work, step: Step, calibration: Any) -> Any:
     if work.before is not None:
         earlier = work.before.record
         record["steps"] = [*earlier.get("steps", [dict(earlier)]), dict(record)]
-        windows = work.before.windows if windows is None else windows
+        known = [found for found in (work.before.windows, windows) if found is not None]
+        windows = np.unique(np.concatenate(known), axis=0) if known else None
     new = returned(work.model, work.copied)
     new.__dict__[COMPRESSION] = Compression(record, work.storage, windows)
     return new

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from lens_geometry.compress.depth import blank_layers
-from lens_geometry.compress.pruning import magnitude
+from lens_geometry.compress.depth import blank_layers, drop_layers
+from lens_geometry.compress.factors import low_rank
+from lens_geometry.compress.pruning import magnitude, wanda
 from lens_geometry.compress.rounding import round_to_nearest
 from lens_geometry.errors import CompressionError
 
@@ -27,7 +28,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "rtn": Method(round_to_nearest, "quantisation"),
         "magnitude": Method(magnitude, "pruning"),
+        "wanda": Method(wanda, "pruning", calibrated=True),
+        "low-rank": Method(low_rank, "low rank", calibrated=None),
         "blank": Method(blank_layers, "depth"),
+        "drop": Method(drop_layers, "depth"),
     }
 )
 
