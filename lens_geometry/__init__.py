@@ -70,12 +70,14 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
+from lens_geometry.hooked_files import save_hooked
 from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.pair_tokens import tokenize_pairs
 from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
+from lens_geometry.sequence_files import load_tokens
 from lens_geometry.suppressed import suppress_as_saved
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ __all__ = [
     "load_model",
     "load_pairs",
     "load_text",
+    "load_tokens",
     "measure",
     "mediators",
     "minimal_pairs",
@@ -145,6 +148,7 @@ __all__ = [
     "repair",
     "rescale_by",
     "rotate_by",
+    "save_hooked",
     "scale",
     "scale_components",
     "scaling_edits",

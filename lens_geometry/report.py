@@ -84,8 +84,14 @@ def _name(result: Result, part: str, key: str) -> str:
     return str(about.get(key, "") if isinstance(about, dict) else about or "")
 
 
+def _model(result: Result) -> str:
+    """Which model a result is of, or which two it compares."""
+    one, other = _name(result, "model", "name") or _name(result, "base", "name"), _name(result, "compressed", "name")
+    return f"{other} against {one}" if other else one
+
+
 def _title(results: Sequence[Result]) -> str:
-    models = dict.fromkeys(_name(result, "model", "name") or "unnamed model" for result in results)
+    models = dict.fromkeys(_model(result) or "unnamed model" for result in results)
     texts = dict.fromkeys(_name(result, "data", "text") or "unnamed text" for result in results)
     return f"{', '.join(models)} on {', '.join(texts)}"
 
@@ -93,7 +99,7 @@ def _title(results: Sequence[Result]) -> str:
 def _what_was_run(results: Sequence[Result]) -> str:
     """One sentence from the first result's meta: experiments, model, text, sites, seed, versions, date."""
     meta = results[0].meta
-    model, versions = _part(meta, "model"), _part(meta, "versions")
+    model, versions = _part(meta, "model") or _part(meta, "base"), _part(meta, "versions")
     shape = [words.format(model[key]) for key, words in SHAPE.items() if model.get(key)]
     same = [result for result in results if _name(result, "data", "text") == _name(results[0], "data", "text")]
     sizes = {heading(result).lower(): _sizes(result) for result in same if _sizes(result)}
@@ -102,12 +108,12 @@ def _what_was_run(results: Sequence[Result]) -> str:
     else:
         size = next(iter(sizes.values()), "")
     tables = [result.table for result in results if "site" in result.table]
-    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site != "none")
+    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site not in ("none", ""))
     text_name = _name(results[0], "data", "text") or "an unnamed text"
     used = [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
     words = [
         " and ".join(dict.fromkeys(heading(result).lower() for result in results)),
-        f" of {_name(results[0], 'model', 'name') or 'an unnamed model'}",
+        f" of {_model(results[0]) or 'an unnamed model'}",
         f" ({', '.join(shape)})" if shape else "",
         f" on {size}{' of ' if size else ''}{text_name}",
         f"; at {', '.join(sites)}" if sites else "",
@@ -134,7 +140,7 @@ def _found(results: Sequence[Result]) -> str:
     if not items:
         return ""
     texts = [result for result in results if result.experiment not in OWN_DATA]
-    sources = {(_name(result, "model", "name"), _name(result, "data", "text")) for result in texts}
+    sources = {(_model(result), _name(result, "data", "text")) for result in texts}
     remarks = ["The results are of different models or texts: see each part."] if len(sources) > 1 else []
     if len({result.experiment for result in results}) < len(results):
         remarks.append("Where an experiment is here more than once, the sentences are about its first result.")

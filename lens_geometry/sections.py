@@ -12,6 +12,7 @@ from lens_geometry import html_pieces as pieces
 from lens_geometry.attention_sections import attention_section
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
+from lens_geometry.compression_sections import compression_section, compression_warnings
 from lens_geometry.dissociation_sections import dissociation_section, dissociation_warnings
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
@@ -41,6 +42,7 @@ TITLES = {
     "mediators": "Mediators of the damage",
     "train": "Training",
     "compare_arms": "Training without the parallel part",
+    "compression": "Compression error",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -283,6 +285,7 @@ SECTIONS = {
     "mediators": mediators_section,
     "train": run_section,
     "compare_arms": arms_section,
+    "compression": compression_section,
 }
 
 
@@ -309,6 +312,8 @@ def table_warnings(result: Result) -> list[str]:
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment == "dissociation":
         return dissociation_warnings(table)
+    if result.experiment == "compression":
+        return compression_warnings(table)
     if result.experiment == "compare_arms":
         lost = table[(table["kind"] == "final") & (table["n_diverged"] > 0)].drop_duplicates("arm")
         return [

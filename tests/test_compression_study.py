@@ -149,7 +149,7 @@ def test_calibration_text_is_never_the_text_that_is_evaluated(base, tokens, monk
     words = "It is a truth universally acknowledged that a single man must be in want of a wife. " * 2
     with pytest.raises(DataError, match="the calibration text is the text that is evaluated"):
         compression_study(base, None, words, calibration=words, **settings)
-    with pytest.raises(DataError, match="2 sequences of the calibration text are evaluated"):
+    with pytest.raises(DataError, match="2 passages of 32 tokens of the calibration text are in the text"):
         compression_study(base, None, tokens, calibration=tokens.ids[2:], **settings)
 
 

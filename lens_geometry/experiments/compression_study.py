@@ -16,9 +16,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lens_geometry.anatomy import inspect
+from lens_geometry.compress.calibrating import WINDOW, window_hashes
 from lens_geometry.data import Tokens, tokenize
 from lens_geometry.errors import DataError, GeometryError, LensGeometryError, ModelError, ResultError
 from lens_geometry.experiments.compression import CompressionSettings, compression_report
@@ -84,7 +86,7 @@ def compression_study(
     base = loaded(base)
     chosen = study_variants(variants, inspect(base).n_layers)
     tokens = prepare(base, data, settings)
-    calibrating = calibration_tokens(base, calibration, tokens, settings)
+    calibrating = calibration_text(base, calibration, tokens, settings)
     if calibrating is None and any(one.calibrated for one in chosen):
         needy = ", ".join(one.label for one in chosen if one.calibrated)
         raise DataError(
@@ -135,8 +137,8 @@ def compression_study(
     return Result("compression_study", table, meta)
 
 
-def calibration_tokens(base: Any, calibration: Any, tokens: Tokens, settings: Any) -> Tokens | None:
-    """The calibration text cut like the evaluation text. Raises DataError where they have a sequence in common."""
+def calibration_text(base: Any, calibration: Any, tokens: Tokens, settings: Any) -> Tokens | None:
+    """The calibration text cut like the evaluation text. Raises DataError where the two have a passage in common."""
     if calibration is None:
         return None
     found = tokenize(
@@ -150,13 +152,17 @@ def calibration_tokens(base: Any, calibration: Any, tokens: Tokens, settings: An
     same_text = found.meta.get("text_sha256") is not None and found.meta["text_sha256"] == tokens.meta.get(
         "text_sha256"
     )
-    known = {tuple(row[real].tolist()) for row, real in zip(tokens.ids, tokens.mask, strict=True)}
-    shared = sum(tuple(row[real].tolist()) in known for row, real in zip(found.ids, found.mask, strict=True))
+    width = min(WINDOW, found.ids.shape[1], tokens.ids.shape[1])
+    ours, theirs = (
+        window_hashes([row[real] for row, real in zip(one.ids, one.mask, strict=True)], width)
+        for one in (found, tokens)
+    )
+    shared = int(np.isin(ours, theirs).sum())
     if same_text or shared:
         raise DataError(
             "the calibration text is the text that is evaluated"
             if same_text
-            else f"{shared} sequences of the calibration text are evaluated",
+            else f"{shared} passages of {width} tokens of the calibration text are in the text that is evaluated",
             where=str(found.meta.get("text", "")),
             cure="calibrate on another text",
         )

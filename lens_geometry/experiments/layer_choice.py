@@ -23,7 +23,7 @@ from lens_geometry.data import Tokens
 from lens_geometry.errors import DataError
 from lens_geometry.experiments.bit_choice import bit_rows
 from lens_geometry.experiments.changes import check_positive
-from lens_geometry.experiments.compression_study import calibration_tokens
+from lens_geometry.experiments.compression_study import calibration_text
 from lens_geometry.experiments.counterparts import loaded
 from lens_geometry.experiments.layer_drop import drop_rows
 from lens_geometry.results import Result, alone
@@ -123,7 +123,7 @@ def layer_choice(
     settings, started = replace(settings or LayerChoiceSettings(), **changes), time.monotonic()
     base = loaded(base)
     tokens = prepare(base, data, settings)
-    calibrating = calibration_tokens(base, calibration, tokens, settings)
+    calibrating = calibration_text(base, calibration, tokens, settings)
     searched, held_out = _texts(tokens, calibrating)
     directory = None if out is None else Path(out)
     rows: list[dict[str, Any]] = []

@@ -88,8 +88,11 @@ def default_variants(n_layers: int) -> tuple[StudyVariant, ...]:
     """
     places = sorted({1, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1} & {*range(n_layers)})
     texts = [*PER_CHANNEL_AND_GROUP, *PRUNED, *REST, *(f"blank:layers={layer}" for layer in places)]
+    plain = [
+        _variant((f"{text},calibrated=false", _uncalibrated(text))) for text in REST if text.startswith("low-rank")
+    ]
     gains = [_variant((f"gain:factor={factor}", _scaling(factor))) for factor in GAINS]
-    return (*(_variant(text) for text in texts if text.partition(":")[0] in METHODS), *gains)
+    return (*(_variant(text) for text in texts if text.partition(":")[0] in METHODS), *plain, *gains)
 
 
 def scaled_writers(model: Any, factor: float) -> Any:
@@ -110,6 +113,10 @@ def scaled_writers(model: Any, factor: float) -> Any:
 
 def _scaling(factor: float) -> Callable[[Any], Any]:
     return lambda model: scaled_writers(model, factor)
+
+
+def _uncalibrated(text: str) -> Callable[[Any], Any]:
+    return lambda model: compress(model, text)
 
 
 def _variant(given: Any) -> StudyVariant:
