@@ -19,6 +19,7 @@ import tyro
 from lens_geometry import models, summaries
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.compare_commands import compare_command
+from lens_geometry.compression_commands import choice_command, study_command
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
@@ -578,6 +579,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "tokens": tokens_command,
     "cost": cost_command,
     "compare": compare_command,
+    "compression-study": study_command,
+    "layer-choice": choice_command,
 }
 
 

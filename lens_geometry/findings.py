@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lens_geometry.axes import interval, number, require
+from lens_geometry.choice_sections import choice_sentences
 from lens_geometry.compression_gate import (
     COLUMNS,
     LOSS,
@@ -20,6 +21,7 @@ from lens_geometry.compression_gate import (
     whole_row,
 )
 from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
+from lens_geometry.prediction_verdict import prediction_sentence
 from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
 
@@ -48,7 +50,8 @@ def findings(results: Sequence[Result]) -> list[str]:
     single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
     size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
     displacements grow over several pushes (mediators); what training without a part does (arms); what compression
-    does to the loss, and where and in which direction its error is (compression). Taken from the first result of each
+    does to the loss, and where and in which direction its error is (compression); which error predicts the damage
+    (error prediction); what chosen widths and blanked layers cost (layer choice). Taken from the first result of each
     kind; what such a result does not hold is said not to be measured. To cost more is to have the higher change of
     loss. Two changes are called different only where their 95 % intervals are apart, or where one of them has no
     interval, which is then said.
@@ -299,6 +302,11 @@ def compression_sentence(table: pd.DataFrame) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
+def choice_sentence(table: pd.DataFrame) -> str:
+    """What widths under one budget cost by each rule, and what blanked layers."""
+    return " ".join(choice_sentences(table))
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
@@ -310,6 +318,8 @@ SENTENCES = {
     "mediators": (mediators_sentence,),
     "compare_arms": (arms_sentence,),
     "compression": (compression_sentence,),
+    "error_prediction": (prediction_sentence,),
+    "layer_choice": (choice_sentence,),
 }
 Change = tuple[float, float, float]
 

@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 from lens_geometry.attention_plots import attention_figure
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, part_of, require, style
 from lens_geometry.basin_plots import basin_figure, schedule_figure
+from lens_geometry.choice_plots import choice_figure
 from lens_geometry.compression_plots import compression_figure
 from lens_geometry.dissociation_plots import dissociation_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
@@ -29,6 +30,7 @@ from lens_geometry.generation_plots import continuations_figure, generation_figu
 from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
+from lens_geometry.study_plots import prediction_figure, study_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 from lens_geometry.training_plots import arms_figure, run_figure
 
@@ -203,4 +205,7 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "compare_arms": arms_figure,
     "cost": table_figure,
     "compression": compression_figure,
+    "compression_study": study_figure,
+    "error_prediction": prediction_figure,
+    "layer_choice": choice_figure,
 }
