@@ -10,6 +10,7 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 
 from typing import TYPE_CHECKING, Any
 
+from lens_geometry import compress
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import (
@@ -123,6 +124,7 @@ __all__ = [
     "attention_maps",
     "basin",
     "clean_run",
+    "compress",
     "compression_report",
     "compression_study",
     "continuations",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -24,16 +24,19 @@ from lens_geometry.sites import HOOKS, Site
 
 @dataclass
 class BlockRun:
-    """What a block was given, what it made of it, and its sites' vectors; `logits` where they were asked for."""
+    """What a block was given, what it made of it, and its sites' vectors."""
 
     before: Float[Tensor, "batch pos d_model"]
     after: Float[Tensor, "batch pos d_model"]
-    vectors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    logits: Float[Tensor, "batch pos vocab"] | None = None
+    vectors: dict[str, tuple[Tensor, Tensor]]
 
 
 class Blocks:
-    """The blocks of a model; made by `block_by_block`, inside of which `run` can be called."""
+    """The blocks of a model; made by `block_by_block`, inside of which they can be run.
+
+    Where the model does not repeat a pass from a stored stream to the last bit, the blocks before the one that is run
+    are run as well, and overruled.
+    """
 
     def __init__(self, model: Any, sites: Sequence[str]) -> None:
         self.model, self.sites, self.n_layers = model, sites, inspect(model).n_layers
@@ -41,44 +44,48 @@ class Blocks:
         self._layer = -1  # the block that is being run; the hooks of all others look away
         self._given: Tensor | None = None
         self._instead: Tensor | None = None
-        self._run: dict[str, Any] = {}
+        self._seen: dict[str, Any] = {}
 
     def run(
+        self, ids: Int[Tensor, "batch pos"], layer: int, stream: Float[Tensor, "batch pos d_model"] | None = None
+    ) -> BlockRun:
+        """Run a block on a stream; without one, on what the blocks before it make of the ids.
+
+        Raises HookError when the block did not show its stream.
+        """
+        seen, _ = self._pass(ids, layer, stream, None, stop_at_layer=layer + 1)
+        return BlockRun(**seen)
+
+    def logits(
         self,
         ids: Int[Tensor, "batch pos"],
         layer: int,
         stream: Float[Tensor, "batch pos d_model"] | None = None,
         *,
         instead: Float[Tensor, "batch pos d_model"] | None = None,
-        logits: bool = False,
-    ) -> BlockRun:
-        """Run a block on a stream; without one, on what the blocks before it make of the ids.
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Run the blocks from this one on, to the end; `instead` is put in the place of this block's own output."""
+        return self._pass(ids, layer, stream, instead, return_type="logits")[1]
 
-        With `logits` the pass goes on to the end, from `instead` where that is given in place of the block's own
-        output. Where the model does not repeat a pass from a stored stream to the last bit, the blocks before are run
-        as well, and overruled.
-
-        Raises HookError when the block did not show its stream.
-        """
-        self._layer, self._given, self._instead, self._run = layer, stream, instead, {"vectors": {}}
+    def _pass(
+        self, ids: Tensor, layer: int, stream: Tensor | None, instead: Tensor | None, **how: Any
+    ) -> tuple[dict[str, Any], Any]:
+        self._layer, self._given, self._instead, self._seen = layer, stream, instead, {"vectors": {}}
         shorter = starting_at(self.model, layer) if stream is not None and self.steps_over else nullcontext()
         try:
             with shorter as shortcut:
                 if shortcut is not None:
                     shortcut.stream = stream
-                if logits:
-                    self._run["logits"] = self.model(ids, return_type="logits")
-                else:
-                    self.model(ids, stop_at_layer=layer + 1)
-            if missing := {"before", "after"} - self._run.keys():
+                found = self.model(ids, **how)
+            if missing := {"before", "after"} - self._seen.keys():
                 raise HookError(
                     f"a block never showed its stream {' and '.join(sorted(missing))} it",
                     where=f"layer {layer}",
                     cure="check the model with `lens-geometry validate`",
                 )
-            return BlockRun(**self._run)
+            return self._seen, found
         finally:
-            self._layer, self._given, self._instead, self._run = -1, None, None, {}
+            self._layer, self._given, self._instead, self._seen = -1, None, None, {}
 
     def hooks(self) -> Hooks:
         """The hooks of every layer, which do something in the layer that is being run."""
@@ -99,15 +106,15 @@ class Blocks:
 
     def _begin(self, tensor: Tensor, hook: Any) -> Tensor | None:
         given = None if self._given is None else self._given.to(tensor.device)
-        self._run["before"] = tensor if given is None else given
+        self._seen["before"] = tensor if given is None else given
         return given
 
     def _end(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        self._run["after"] = tensor
+        self._seen["after"] = tensor
         return None if self._instead is None else self._instead.to(tensor.device)
 
     def _visit(self, site: Site, layer: int, update: Tensor, reference: Tensor) -> None:
-        self._run["vectors"][site.name] = (update, reference)
+        self._seen["vectors"][site.name] = (update, reference)
 
 
 @contextmanager

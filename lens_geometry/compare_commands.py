@@ -38,7 +38,7 @@ def compare_command(
     max_loss_change: float | None = None,
     gate_mode: Literal["local", "propagated"] | None = None,
     json_path: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
-    markdown: Path | None = None,
+    markdown: tuple[Path, ...] = (),
     settings: CompressionSettings = COMPRESSION,
 ) -> int:
     """Split the error of a compressed model's updates into parts along and perpendicular to the dense model's.
@@ -60,14 +60,15 @@ def compare_command(
         max_loss_change: the most that the loss may rise, in nats per token.
         gate_mode: whose perpendicular errors are held against the bound; local when it is run.
         json_path: also write everything that a machine wants to know here.
-        markdown: also write a summary for a pull request here; it is added to the file that $GITHUB_STEP_SUMMARY names.
+        markdown: also write a summary for a pull request to these files; to the one that $GITHUB_STEP_SUMMARY names it
+            is added.
         settings: what is compared, on how much text.
     """
     if not compressed:
         raise DataError("there is no compressed model to compare", cure="lens-geometry compare BASE COMPRESSED")
     mode = _gated_mode(settings, max_perpendicular, max_loss_change, gate_mode)
     _check_data(text, tokens, settings)
-    for path in filter(None, (json_path, markdown)):
+    for path in (*filter(None, [json_path]), *markdown):
         _require_writable(path)
     loads = _loaders(how, base, compressed)
     model = loads[base].load(base)
@@ -152,20 +153,20 @@ def _require_writable(path: Path) -> None:
         raise ResultError(problem, where=str(path), cure="choose another path") from error
 
 
-def _write(compared: Sequence[tuple[Result, Verdict]], json_path: Path | None, markdown: Path | None) -> None:
+def _write(compared: Sequence[tuple[Result, Verdict]], json_path: Path | None, markdown: Sequence[Path]) -> None:
     """The files for machines and for people."""
     try:
         if json_path is not None:
             write_json(compared, json_path)
             print(f"saved: {json_path}")
-        if markdown is not None:
-            words = summary_markdown(compared)
-            if os.environ.get(SUMMARY) == str(markdown):
-                with markdown.open("a", encoding="utf-8") as file:
+        words = summary_markdown(compared) if markdown else ""
+        for path in markdown:
+            if os.environ.get(SUMMARY) == str(path):
+                with path.open("a", encoding="utf-8") as file:
                     file.write(words)
             else:
-                replace_file(markdown, lambda path: path.write_text(words, encoding="utf-8"))
-            print(f"saved: {markdown}")
+                replace_file(path, lambda temporary: temporary.write_text(words, encoding="utf-8"))
+            print(f"saved: {path}")
     except OSError as error:
         problem = f"the summary could not be written ({error.strerror or error})"
-        raise ResultError(problem, where=str(error.filename or markdown), cure="free space, or another path") from error
+        raise ResultError(problem, where=str(error.filename or ""), cure="free space, or another path") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,17 +39,21 @@ def summary_markdown(compared: Sequence[Compared], *, limit: int = LIMIT) -> str
 
     What would not fit into `limit` characters is left out from the end, and the text says so.
     """
-    blocks = [_heading(compared)]
-    if len(compared) > 1:
-        blocks.append(_overview(compared))
-    most = max(5, MOST_OFFENDING // len(compared))
+    return _fitted(_blocks(compared), limit)
+
+
+def _blocks(compared: Sequence[Compared]) -> Iterator[str]:
+    several = len(compared) > 1
+    yield _heading(compared)
+    if several:
+        yield _overview(compared)
     for result, verdict in compared:
-        blocks += _sections(result, verdict, most, several=len(compared) > 1)
-    blocks += [_provenance(result, several=len(compared) > 1) for result, _ in compared]
-    return _fitted(blocks, limit)
+        yield from _sections(result, verdict, max(5, MOST_OFFENDING // len(compared)), several=several)
+    for result, _ in compared:
+        yield _provenance(result, several=several)
 
 
-def _fitted(blocks: Sequence[str], limit: int) -> str:
+def _fitted(blocks: Iterable[str], limit: int) -> str:
     note = "*More does not fit here; the JSON and the table have all of it.*\n"
     kept, used = [], 0
     for block in blocks:
@@ -110,7 +114,7 @@ def _worst_pair(table: pd.DataFrame) -> tuple[str, str] | None:
     return None if rows.empty else (modes[0], str(rows.loc[rows["mean"].idxmax(), "site"]))
 
 
-def _sections(result: Result, verdict: Verdict, most: int, *, several: bool) -> Iterable[str]:
+def _sections(result: Result, verdict: Verdict, most: int, *, several: bool) -> Iterator[str]:
     if several:
         yield f"#### {code(compressed_name(result))}\n\n{_verdict_line(verdict)}"
     if verdict.offending:
@@ -193,7 +197,7 @@ def _provenance(result: Result, *, several: bool) -> str:
     return f"<details>\n<summary>{title}</summary>\n\n{_grid(['what', 'value'], facts)}\n\n</details>"
 
 
-def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(item, f"{name}.{key}")

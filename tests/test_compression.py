@@ -158,12 +158,13 @@ def test_the_last_block_of_a_run_gives_the_logits_of_an_ordinary_pass_to_the_bit
         assert blocks.steps_over
         stream = None
         for layer in range(blocks.n_layers):
-            run = blocks.run(ids, layer, stream, logits=layer == blocks.n_layers - 1)
+            run = blocks.run(ids, layer, stream)
             stream = run.after
-        assert torch.equal(run.logits, expected)
+        last = blocks.n_layers - 1
+        assert torch.equal(blocks.logits(ids, last, run.before), expected)
         blocks.steps_over = False  # the way for models that do not begin inside
-        again = blocks.run(ids, blocks.n_layers - 1, run.before, logits=True)
-        assert torch.equal(again.logits, expected)
+        assert torch.equal(blocks.run(ids, last, run.before).after, run.after)
+        assert torch.equal(blocks.logits(ids, last, run.before), expected)
 
 
 def test_a_model_against_itself_has_no_error_and_undefined_shares(pair):
@@ -327,6 +328,21 @@ def test_settings_that_mean_nothing_are_refused(pair, changes):
 def test_a_sequence_of_one_token_leaves_nothing_to_measure(pair):
     with pytest.raises((SiteError, DataError)):
         lg.compression_report(*pair, zoo.tokens(2, 1), **QUIET)
+
+
+def test_text_that_the_compressed_model_was_calibrated_on_is_refused():
+    base, text = lg.load_model("twin-rmsnorm"), lg.load_text("austen")
+    calibrated = lg.tokenize(base, text, sequence_length=64, max_sequences=4)
+    sparse = lg.compress.wanda(base, calibrated, sparsity=0.5)
+    short = {"sites": ("block",), "modes": ("propagated",), **QUIET}
+    with pytest.raises(DataError, match=r"calibrated on this text: 33 of its 33 windows"):
+        lg.compression_report(base, sparse, calibrated.take(slice(1, 2)), **short)
+    other = lg.load_text("moby-dick")
+    result = lg.compression_report(base, sparse, other, max_sequences=2, sequence_length=64, **short)
+    assert result.meta["calibration"] == {"known": True, "windows": 66, "shared": 0}
+    assert result.meta["compressed"]["compression"]["method"] == "wanda"
+    unknown = lg.compression_report(base, damaged(base), other, max_sequences=2, sequence_length=64, **short)
+    assert any("is not known" in line for line in unknown.meta["warnings"])
 
 
 vectors = arrays(np.float64, (3, 5), elements=st.floats(-10, 10).map(lambda x: round(x, 3)))

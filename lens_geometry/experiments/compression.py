@@ -15,15 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_geometry import models
 from lens_geometry.anatomy import inspect
-from lens_geometry.block_runs import Blocks, block_by_block
+from lens_geometry.block_runs import BlockRun, Blocks, block_by_block
 from lens_geometry.errors import DataError, SiteError
 from lens_geometry.experiments.compression_sums import Sums
 from lens_geometry.experiments.counterparts import (
+    calibration_of,
     common_tokens,
     loaded,
     require_counterparts,
@@ -120,6 +121,7 @@ def compression_report(
     sites, also_left_out = available_sites(compressed, sites)
     require_counterparts(base, compressed, sites)
     tokens = common_tokens(base, compressed, data, settings)
+    overlap = calibration_of(compressed, tokens)
     measured = measured_tokens(tokens.counted, settings)
     sums = Sums(base, sites, measured, grouping=settings.grouping, replicates=settings.replicates, seed=settings.seed)
     n_layers = inspect(base).n_layers
@@ -149,7 +151,7 @@ def compression_report(
         },
     )
     meta["compressed"] = models.describe(compressed)
-    meta["compression"] = meta["compressed"].get("compression")
+    meta["calibration"] = overlap
     meta["warnings"] += [*model_warnings(compressed), *left_out, *also_left_out, *_caveats(meta, weights)]
     return Result("compression", table, meta)
 
@@ -164,6 +166,10 @@ def _caveats(meta: dict[str, Any], weights: Any) -> list[str]:
         )
     elif base["fingerprint"] == compressed["fingerprint"]:
         found.append("both models have the same weights")
+    if meta["calibration"]["shared"]:
+        found.append(f"{meta['calibration']['shared']} windows of this text are in the calibration text")
+    if not meta["calibration"]["known"]:
+        found.append("whether the compressed model was calibrated on this text is not known")
     if weights is None:
         found.append("the two models' parameters cannot be paired: the weight error is not known")
     return found
@@ -195,25 +201,30 @@ def _run_batch(
     their_ids = ids.to(next(other.model.parameters()).device)
     stream: Tensor | None = None
     their_stream: Tensor | None = None
-    reference = dense.run(ids, 0, logits=True).logits if settings.layer_losses else None
+    reference = dense.logits(ids, 0) if settings.layer_losses else None
     for layer in range(dense.n_layers):
-        last = layer == dense.n_layers - 1
-        ours = dense.run(ids, layer, stream, logits=last)
+        ours = dense.run(ids, layer, stream)
         sums.add_dense(layer, ours)
         if "local" in settings.modes or settings.layer_losses:
             local = other.run(their_ids, layer, ours.before)
             if "local" in settings.modes:
                 sums.add_errors("local", layer, ours, local)
             if reference is not None:
-                mixed = dense.run(ids, layer, ours.before, instead=local.after, logits=True)
-                sums.add_outputs(layer, ids, reference, mixed.logits)
-        theirs = other.run(their_ids, layer, their_stream, logits=last)
+                mixed = dense.logits(ids, layer, ours.before, instead=local.after)
+                sums.add_outputs(layer, ids, zip(reference, mixed, strict=True))
+        theirs = other.run(their_ids, layer, their_stream)
         if "propagated" in settings.modes:
             sums.add_errors("propagated", layer, ours, theirs)
-        if last:
-            sums.add_outputs(None, ids, ours.logits, theirs.logits)
         stream, their_stream = ours.after, theirs.after
         update()
+    sums.add_outputs(None, ids, zip(_rows_of(dense, ids, ours), _rows_of(other, their_ids, theirs), strict=True))
+
+
+def _rows_of(blocks: Blocks, ids: Int[Tensor, "batch pos"], last: BlockRun) -> Iterator[Float[Tensor, "pos vocab"]]:
+    """The logits of one sequence after the other: they are by far the largest activations."""
+    for row in range(len(ids)):
+        one = slice(row, row + 1)
+        yield blocks.logits(ids[one], blocks.n_layers - 1, last.before[one])[0]
 
 
 def _weight_rows(weights: dict[int, tuple[float, float]] | None, n_layers: int) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,49 +65,46 @@ class Sums:
 
     def add_dense(self, layer: int, ours: BlockRun) -> None:
         for site in self.sites:
-            update, reference = self._vectors("base", site, layer, ours)
+            update, reference = self._vectors(site, layer, ours)
             found = DenseLengths(*(x.cpu() for x in dense_lengths(update, reference)))
+            self._check("base", site, layer, found.update, found.reference)
             self._add(self.dense, ("dense", site, layer), dense_metrics(found), dense_squares(found))
 
     def add_errors(self, mode: str, layer: int, ours: BlockRun, theirs: BlockRun) -> None:
         for site in self.sites:
-            update, reference = self._vectors("base", site, layer, ours)
-            compressed, _ = self._vectors("compressed model", site, layer, theirs)
+            update, reference = self._vectors(site, layer, ours)
+            compressed, _ = self._vectors(site, layer, theirs)
             found = error_lengths(update, compressed.to(update.device), reference)
             found = ErrorLengths(*(x.cpu() for x in found))
+            self._check("compressed model", site, layer, found.compressed)
             self._add(self.errors, (mode, site, layer), error_metrics(found), error_squares(found))
 
     def add_outputs(
-        self, layer: int | None, ids: Int[Tensor, "batch pos"], ours: Tensor | None, theirs: Tensor | None
+        self, layer: int | None, ids: Int[Tensor, "batch pos"], logits: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
-        """Losses and divergence of one batch, sequence by sequence: logits are large."""
-        assert ours is not None
-        assert theirs is not None
-        values = torch.stack([_outputs(ids[i : i + 1], ours[i : i + 1], theirs[i : i + 1]) for i in range(len(ids))], 1)
+        """Losses and divergence of one batch, from both models' logits [pos, vocab], sequence by sequence."""
+        values = torch.stack([_outputs(row, *pair) for row, pair in zip(ids, logits, strict=True)], 1)
         summary = self.outputs.setdefault(layer, RunningSummary(1, len(OUTPUT), self.replicates))
         add_tokens(summary, values[..., None], self.scored, self.weights)
 
-    def _vectors(self, whose: str, site: str, layer: int, run: BlockRun) -> tuple[Tensor, Tensor]:
-        """A site's update and reference, [batch, pos, group, d]. Raises GeometryError for what is not finite."""
-        pair = run.vectors[site]
+    def _vectors(self, site: str, layer: int, run: BlockRun) -> tuple[Tensor, Tensor]:
+        """A site's update and reference, [batch, pos, group, d]."""
+        update, reference = run.vectors[site]
         if SITES[site].has_heads:
             n_kv = self.anatomy.layers[layer].n_kv_heads
-            pair = (
-                group_heads(pair[0], self.grouping, n_kv),
-                group_heads(pair[1], self.grouping, n_kv),
-            )
-        elif not SITES[site].axis:
-            pair = (
-                rearrange(pair[0], "batch pos d -> batch pos 1 d"),
-                rearrange(pair[1], "batch pos d -> batch pos 1 d"),
-            )
-        if not all(x[self.real[..., 0].to(x.device)].isfinite().all() for x in pair):
+            return group_heads(update, self.grouping, n_kv), group_heads(reference, self.grouping, n_kv)
+        if SITES[site].axis:
+            return update, reference
+        return rearrange(update, "batch pos d -> batch pos 1 d"), rearrange(reference, "batch pos d -> batch pos 1 d")
+
+    def _check(self, whose: str, site: str, layer: int, *norms: Float[Tensor, "batch pos group"]) -> None:
+        """Raise GeometryError where the norm of a measured vector is not finite."""
+        if not all(x[self.real[..., 0]].isfinite().all() for x in norms):
             raise GeometryError(
                 f"activations of the {whose} at site {site!r} in layer {layer} are not finite",
                 where=self.anatomy.where(SITES[site], layer),
                 cure="check its weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
             )
-        return pair
 
     def _add(self, sums: dict[Any, Any], place: Place, metrics: dict[str, Tensor], squares: Any) -> None:
         """Add a batch's tokens to the sums of a place."""
@@ -128,7 +125,7 @@ class Sums:
         for layer, summary in self.outputs.items():
             at = {"mode": "propagated" if layer is None else "local", "site": "", "layer": layer, "head": None}
             shown = OUTPUT if layer is None else ("loss_change", "kl")
-            yield from (row for row in _rows(at, OUTPUT, summary, None, {}) if row["metric"] in shown)
+            yield from (row for row in _rows(at, OUTPUT, summary, summary.statistics(), {}) if row["metric"] in shown)
 
 
 def _place_rows(
@@ -136,41 +133,45 @@ def _place_rows(
 ) -> Iterator[dict[str, Any]]:
     """Every place's rows, heads pooled (or the whole residual update) and each by itself; then those over layers."""
     for (mode, site, layer), (summary, totals) in sums.items():
+        statistics = summary.statistics()
         for head in [None, *range(summary.count.shape[0])] if SITES[site].axis else [None]:
             group = slice(None) if head is None else slice(head, head + 1)
             ratios = pooled(type(totals)(*(x[group].sum() for x in totals)))
             at = {"mode": mode, "site": site, "layer": layer, "head": head}
-            yield from _rows(at, names, summary, head, ratios)
+            yield from _rows(at, names, summary, statistics, ratios)
     for mode, site in dict.fromkeys(place[:2] for place in sums):
         of_layers = [summary for place, (summary, _) in sums.items() if place[:2] == (mode, site)]
         yield from _over_layers(mode, site, names, of_layers)
 
 
 def _outputs(
-    ids: Int[Tensor, "1 pos"], ours: Float[Tensor, "1 pos vocab"], theirs: Float[Tensor, "1 pos vocab"]
+    ids: Int[Tensor, pos], ours: Float[Tensor, "pos vocab"], theirs: Float[Tensor, "pos vocab"]
 ) -> Float[Tensor, "output pos-1"]:
     """The numbers of `OUTPUT` for every next token of one sequence, on the CPU."""
-    working = torch.promote_types(ours.dtype, torch.float32)
-    ours, theirs = ours[:, :-1].to(working), theirs[:, :-1].to(ours.device, working)
-    one, other = ours.log_softmax(-1), theirs.log_softmax(-1)
-    following = ids[:, 1:, None]
+    working, following = torch.promote_types(ours.dtype, torch.float32), ids[1:, None]
+    one = ours[:-1].to(working).log_softmax(-1)
+    other = theirs[:-1].to(ours.device, working).log_softmax(-1)
     losses = -one.gather(-1, following).squeeze(-1), -other.gather(-1, following).squeeze(-1)
     kl = torch.nn.functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)
-    same = (ours.argmax(-1) == theirs.argmax(-1)).to(working)
-    same = torch.where(kl.isnan(), torch.nan, same)
-    return torch.stack([*losses, losses[1] - losses[0], kl, same])[:, 0].cpu()
+    same = (one.argmax(-1) == other.argmax(-1)).to(working)
+    return torch.stack([*losses, losses[1] - losses[0], kl, torch.where(kl.isnan(), torch.nan, same)]).cpu()
 
 
 def _rows(
-    at: dict[str, Any], names: tuple[str, ...], summary: RunningSummary, head: int | None, ratios: dict[str, Tensor]
+    at: dict[str, Any],
+    names: tuple[str, ...],
+    summary: RunningSummary,
+    statistics: dict[str, Floats],
+    ratios: dict[str, Tensor],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one place: all of its groups pooled, or one."""
-    found, group = summary.statistics(), slice(None) if head is None else slice(head, head + 1)
+    """The rows of one place: all of its groups pooled, or the head that `at` names."""
+    head = at["head"]
+    row, group = (0, slice(None)) if head is None else (head + 1, slice(head, head + 1))
     for number, name in enumerate(names):
         yield {
             **at,
             "metric": name,
-            **{key: float(values[0 if head is None else head + 1, number]) for key, values in found.items()},
+            **{key: float(values[row, number]) for key, values in statistics.items()},
             "ratio_of_norms": float(ratios.get(name, torch.nan)),
             "n_tokens": int(summary.count[group, number].sum()),
             "n_infinite": int(summary.infinite[group, number].sum()),
@@ -222,12 +223,19 @@ def finite_mean(values: Floats) -> Floats:
 def correlation(one: Floats, other: Floats, *, ranks: bool = False) -> Floats:
     """Pearson's correlation along the last axis (Spearman's with `ranks`); NaN where one of them does not vary.
 
-    Pairs that are not finite are left out; with fewer than three there is no correlation.
+    A place that is not finite in some row is left out of all of them, a row without anything finite is NaN; with fewer
+    than three places there is no correlation.
     """
-    found = np.full(len(one), np.nan)
-    for row, (x, y) in enumerate(zip(one, other, strict=True)):
-        kept = np.isfinite(x) & np.isfinite(y)
-        x, y = (rankdata(v[kept]) if ranks else v[kept] for v in (x, y))
-        if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0:
-            found[row] = np.corrcoef(x, y)[0, 1]
+    finite = np.isfinite(one) & np.isfinite(other)
+    rows = finite.any(-1)
+    kept, found = finite[rows].all(0), np.full(len(one), np.nan)
+    if kept.sum() < 3 or not rows.any():
+        return found
+    x, y = (v[rows][:, kept] for v in (one, other))
+    varies = (np.ptp(x, axis=-1) > 0) & (np.ptp(y, axis=-1) > 0)
+    x, y = (rankdata(v, axis=-1) if ranks else v for v in (x, y))
+    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        product = (x * y).sum(-1) / np.sqrt(np.square(x).sum(-1) * np.square(y).sum(-1))
+    found[rows] = np.where(varies, product, np.nan)
     return found

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from lens_geometry import models
 from lens_geometry.anatomy import Anatomy, inspect
+from lens_geometry.compress.calibrating import calibration_overlap
 from lens_geometry.data import Tokens
 from lens_geometry.errors import DataError, ModelError
 from lens_geometry.runner import RunSettings, prepare
 from lens_geometry.sites import HOOKS, SITES
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)\.")
+MOST_SHARED = 0.01  # of an evaluation text's windows: phrases and licences come back, pages do not
 _CHANGES_EDITS = ("fold_value_biases", "center_writing_weights", "refactor_factored_attn_matrices")
 
 
@@ -33,7 +35,7 @@ def loaded(model: Any) -> Any:
 def require_finite(model: Any, whose: str) -> None:
     """Raise ModelError for weights that are not finite, and for activations of a few tokens that are not."""
     for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
+        if not weight.detach().sum(dtype=torch.float32).isfinite():  # one pass over memory, where isfinite takes three
             raise ModelError(
                 f"a weight of the {whose} is not finite", where=name, cure="make, copy or download that model again"
             )
@@ -132,6 +134,19 @@ def common_tokens(base: Any, compressed: Any, data: Any, settings: RunSettings) 
     )
 
 
+def calibration_of(compressed: Any, tokens: Tokens) -> dict[str, Any]:
+    """What `calibration_overlap` finds, for the result. Raises DataError where the text is the calibration text."""
+    found = calibration_overlap(compressed, tokens)
+    if found["shared"] > MOST_SHARED * found["windows"]:
+        raise DataError(
+            f"the compressed model was calibrated on this text: {found['shared']} of its {found['windows']} windows of "
+            "tokens are known to it",
+            where=str(tokens.meta["text"]),
+            cure="compare on other text, or calibrate on other text",
+        )
+    return found
+
+
 def weight_errors(base: Any, compressed: Any) -> dict[int, tuple[float, float]] | None:
     """|W' - W|^2 and |W|^2 of each layer's matrices; None where the two models' parameters cannot be paired."""
     ours, theirs = dict(_matrices(base)), dict(_matrices(compressed))
@@ -153,5 +168,6 @@ def weight_errors(base: Any, compressed: Any) -> dict[int, tuple[float, float]] 
 
 def _matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, weight in model.named_parameters():
-        if weight.ndim > 1 and _BLOCK.search(name):
+        bias = name.rsplit(".", 1)[-1].lstrip("_").startswith("b")  # HookedTransformer's have heads
+        if weight.ndim > 1 and not bias and _BLOCK.search(name):
             yield name, weight
