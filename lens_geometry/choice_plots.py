@@ -123,8 +123,9 @@ def _allocation(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int]) -> 
 
 
 def _comparison(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int]) -> list[go.Scatter]:
-    names = list(rows["choice"])
-    traces = []
+    names, traces = list(rows["choice"]), []
+    words = rows["status"].map(lambda status: " (not finite)" if status == "nonfinite" else "")
+    labels = [html.escape(choice_words(name, "bits") + more) for name, more in zip(names, words, strict=True)]
     for row in rows.to_dict("records"):
         colour, symbol, _ = choice_style(row["choice"])
         hover = (
@@ -138,7 +139,7 @@ def _comparison(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int]) -> 
         dot = go.Scatter(x=point["y"], y=[names.index(row["choice"])], text=[hover], mode="markers", name="")
         dot.update(hovertemplate="%{text}<extra></extra>", error_x={**bars(point, 1.6), "color": colour})
         traces.append(dot.update(marker={"color": colour, "symbol": symbol, "size": 9}))
-    ticks = {"tickvals": list(range(len(names))), "ticktext": [html.escape(choice_words(n, "bits")) for n in names]}
+    ticks = {"tickvals": list(range(len(names))), "ticktext": labels}
     drawn.update_yaxes(**ticks, range=[len(names) - 0.5, -0.5], showgrid=False, zeroline=False, **place)
     drawn.update_xaxes(title_text="change of loss (nats per token)", **place)
     drawn.add_vline(x=0, line={"color": RULE, "width": 1.5}, **place)
@@ -174,12 +175,13 @@ def _curves(drawn: go.Figure, rows: pd.DataFrame, place: dict[str, int]) -> list
             f"{html.escape(choice_words(row['against'], 'drop'))} {difference_words(row)}"
             for row in line.to_dict("records")
         ]
-        height = np.where(np.isfinite(points["y"]), points["y"], axis.top)
-        trace = _line(str(name), "drop", line["n_blanked"], height, hover)
+        finite = np.isfinite(points["y"])
+        trace = _line(str(name), "drop", line["n_blanked"], np.where(finite, points["y"], axis.top), hover)
+        trace.update(marker_symbol=[trace.marker.symbol if one else "x-thin-open" for one in finite])
         traces.append(trace.update(error_y={**bars(points, 1.0), "color": choice_style(str(name))[0]}))
     drawn.update_xaxes(title_text="blanked layers", dtick=max(1, rows["n_blanked"].max() // 10), **place)
     ticks = {"tickvals": axis.ticks, "ticktext": axis.labels, "range": axis.range}
-    drawn.update_yaxes(**ticks, title_text="change of loss (nats per token)", **place)
+    drawn.update_yaxes(**ticks, title_text="change of loss (nats)", **place)
     return traces
 
 

@@ -22,9 +22,9 @@ WORDS = (
 CAPTIONS = {
     "sensitivity": "A line for each width, the lower the wider; solid |e_perp| / |u|, dashed |e| / |u|.",
     "allocation": "Lines of one width are set a little apart.",
-    "comparison": "All under the same budget of size.",
+    "comparison": "All under the same budget of size; bars are 95 % intervals.",
     "score": "Orders leave out the lowest first.",
-    "curve": "The further left and the lower, the better; a cross is not drawn for what is not finite.",
+    "curve": "The lower, the better. A cross at the top is a loss that is not finite.",
 }
 
 
@@ -84,40 +84,48 @@ def _tables(table: pd.DataFrame) -> Iterator[str]:
         yield pieces.grid("Blanked layers; change of loss on the held-out text, nats per token.", columns, rows)
 
 
-def choice_sentences(table: pd.DataFrame) -> list[str]:
-    """What the widths cost under the budget, and what the most blanked layers cost, by each rule: cheapest first."""
+def bits_sentence(table: pd.DataFrame) -> str:
+    """What the widths cost under the budget by each rule, cheapest first; empty where that was not tried."""
     require(table, CHOICE, "layer_choice")
-    found = []
-    compared = table[table["kind"] == "comparison"].sort_values("loss_change", kind="stable")
-    compared = compared[compared["loss_change"].map(math.isfinite)]
-    if len(compared):
-        listed = "; ".join(
-            f"{choice_words(row['choice'], 'bits')} {change_words(row)}" for row in compared.to_dict("records")
-        )
-        parts = [
-            f"At {number(compared['mean_bits'].max())} bits per weight the widths of layers chosen by these rules "
-            f"change the held-out loss by (nats per token, cheapest first) {listed}"
-        ]
-        for one, other in (("perpendicular", "error"), ("perpendicular", "uniform")):
-            row = _pair(table, one, other)
-            if row is not None:
-                verb = _verb(row, "bits")
-                parts.append(f"by {choice_words(one, 'bits')} {verb} {choice_words(other, 'bits')}")
-        found.append(f"{'; '.join(parts)}.")
+    compared = table[(table["kind"] == "comparison") & table["loss_change"].map(math.isfinite)]
+    if compared.empty:
+        return ""
+    told = [
+        f"At {number(compared['mean_bits'].max())} bits per weight, widths of layers chosen by these rules change the "
+        f"held-out loss by (nats per token, cheapest first) {_listed(compared, 'bits')}"
+    ]
+    for one, other in (("perpendicular", "error"), ("perpendicular", "uniform")):
+        row = _pair(table, one, other)
+        if row is not None:
+            told.append(f"{choice_words(one, 'bits')} {_verb(row)} {choice_words(other, 'bits')}")
+    return f"{'; '.join(told)}."
+
+
+def drop_sentence(table: pd.DataFrame) -> str:
+    """What the most blanked layers cost by each order, cheapest first; empty where that was not tried."""
+    require(table, CHOICE, "layer_choice")
     curves = table[(table["kind"] == "curve") & table["loss_change"].map(math.isfinite)]
-    if len(curves):
-        most = int(curves["n_blanked"].max())
-        last = curves[curves["n_blanked"] == most].sort_values("loss_change", kind="stable")
-        listed = "; ".join(
-            f"{choice_words(row['choice'], 'drop')} {change_words(row)}" for row in last.to_dict("records")
-        )
-        text = f"Without {most} layers the held-out loss changes by (order, nats per token, cheapest first) {listed}"
-        row = next((row for row in last.to_dict("records") if row["choice"] == "perpendicular"), None)
-        against = (
-            "" if row is None else f"; the order by {choice_words('perpendicular', 'drop')} {_verb(row, 'drop')} that "
-        )
-        found.append(f"{text}{against}{'' if row is None else 'by ' + choice_words('cosine', 'drop')}.")
-    return found
+    if curves.empty:
+        return ""
+    most = int(curves["n_blanked"].max())
+    last = curves[curves["n_blanked"] == most]
+    told = [
+        f"Without {most} layer{'s' * (most > 1)}, left out in these orders, the held-out loss changes by (nats per "
+        f"token, cheapest first) {_listed(last, 'drop')}"
+    ]
+    row = next((row for row in last.to_dict("records") if row["choice"] == "perpendicular"), None)
+    if row is not None:
+        told.append(f"{choice_words('perpendicular', 'drop')} {_verb(row)} {choice_words('cosine', 'drop')}")
+    return f"{'; '.join(told)}."
+
+
+def _listed(rows: pd.DataFrame, part: str) -> str:
+    """Every choice with its change of loss, cheapest first; all random ones as their mean."""
+    random = rows["choice"].str.startswith("random")
+    found = {choice_words(row["choice"], part): row["loss_change"] for row in rows[~random].to_dict("records")}
+    if random.any():
+        found[f"random (mean of {int(random.sum())})"] = float(rows.loc[random, "loss_change"].mean())
+    return ", ".join(f"{name} {number(found[name], signed=True)}" for name in sorted(found, key=lambda one: found[one]))
 
 
 def _pair(table: pd.DataFrame, one: str, other: str) -> dict[str, object] | None:
@@ -127,14 +135,10 @@ def _pair(table: pd.DataFrame, one: str, other: str) -> dict[str, object] | None
     return None if rows.empty else rows.to_dict("records")[0]
 
 
-def _verb(row: dict[str, object], part: str) -> str:
+def _verb(row: dict[str, object]) -> str:
     """How one choice's loss compares with another's, from the paired interval."""
     value, low, high = (float(row[f"difference{end}"]) for end in ("", "_low", "_high"))  # type: ignore[arg-type]
     if value == low == high == 0:
-        return "it is the same choice as" if part == "bits" else "is the same as"
-    told = f"(difference {difference_words(row)})"
-    if math.isfinite(low) and low > 0:
-        return f"it is dearer than {told}" if part == "bits" else f"is dearer {told} than"
-    if math.isfinite(high) and high < 0:
-        return f"it is cheaper than {told}" if part == "bits" else f"is cheaper {told} than"
-    return f"it cannot be told {told} from" if part == "bits" else f"cannot be told {told} from"
+        return "chooses the same as"
+    verb = "costs more than" if low > 0 else "costs less than" if high < 0 else "cannot be told from"
+    return f"(difference {difference_words(row)}) {verb}"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lens_geometry.axes import interval, number, require
-from lens_geometry.choice_sections import choice_sentences
+from lens_geometry.choice_sections import bits_sentence, drop_sentence
 from lens_geometry.compression_gate import (
     COLUMNS,
     LOSS,
@@ -59,12 +59,13 @@ def findings(results: Sequence[Result]) -> list[str]:
     Raises ResultError for a table that lacks a column.
     """
     tables = {result.experiment: result.table for result in reversed(results)}
-    return [
+    told = [
         sentence(tables[experiment])
         for experiment, sentences in SENTENCES.items()
         if experiment in tables
         for sentence in sentences
     ]
+    return [words for words in told if words]
 
 
 def profile_sentence(table: pd.DataFrame) -> str:
@@ -302,9 +303,9 @@ def compression_sentence(table: pd.DataFrame) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def choice_sentence(table: pd.DataFrame) -> str:
-    """What widths under one budget cost by each rule, and what blanked layers."""
-    return " ".join(choice_sentences(table))
+def layers_sentence(table: pd.DataFrame) -> str:
+    """Which error orders the layers of a variant by the loss of each alone; empty where that was not measured."""
+    return prediction_sentence(table, "layers")
 
 
 SENTENCES = {
@@ -318,8 +319,8 @@ SENTENCES = {
     "mediators": (mediators_sentence,),
     "compare_arms": (arms_sentence,),
     "compression": (compression_sentence,),
-    "error_prediction": (prediction_sentence,),
-    "layer_choice": (choice_sentence,),
+    "error_prediction": (prediction_sentence, layers_sentence),
+    "layer_choice": (bits_sentence, drop_sentence),
 }
 Change = tuple[float, float, float]
 

@@ -69,7 +69,7 @@ def prediction_sentence(table: pd.DataFrame, question: str = "variants", against
     )
     given = find(asked, kind="partial", predictor="perpendicular_error", given="error", **place)
     what = TARGETS[against] if question == "variants" else f"{TARGETS[against]} of one layer alone"
-    cases = f"{int(main['n'])} variants" + (f" of {int(main['n_families'])} methods" if main["n_families"] else "")
+    cases = f"{int(main['n'])} variants" + (f" of {int(main['n_families'])} kinds" if main["n_families"] else "")
     words = [
         f"Over {cases} the {what} goes with the perpendicular part of the {place['mode']} error with a rank "
         f"correlation of {_entry(perpendicular)} and with the whole error with {_entry(whole)} "

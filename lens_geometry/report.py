@@ -34,6 +34,7 @@ SHAPE = {  # of the model, in words
 }
 # experiments whose data are no text that others could share
 OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate", "train", "compare_arms")
+NO_SITES = ("none", "", "pooled")
 PACKAGES = ("python", "torch", "transformer-lens", "transformers")
 
 
@@ -108,7 +109,7 @@ def _what_was_run(results: Sequence[Result]) -> str:
     else:
         size = next(iter(sizes.values()), "")
     tables = [result.table for result in results if "site" in result.table]
-    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site not in ("none", ""))
+    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site not in NO_SITES)
     text_name = _name(results[0], "data", "text") or "an unnamed text"
     used = [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
     words = [

@@ -69,7 +69,12 @@ def study_figure(
             trace = _points(part, str(family), list(whole["family"].unique()), across, damage, against)
             drawn.add_trace(trace.update(showlegend=family not in seen), **place)
             seen.add(str(family))
-        ticks = {"tickvals": across.ticks, "ticktext": across.labels, "tickangle": 0}
+        kept = _apart(across.ticks, 0.09 * (across.range[1] - across.range[0]))
+        ticks = {
+            "tickvals": kept,
+            "ticktext": [across.labels[across.ticks.index(tick)] for tick in kept],
+            "tickangle": 0,
+        }
         drawn.update_xaxes(**ticks, range=across.range, title_text=html.escape(WORDS.get(name, name)), **place)
         title = f"{TARGETS[against]} (nats per token)" if place["col"] == 1 else None
         ticks = {"tickvals": damage.ticks, "ticktext": damage.labels}
@@ -77,10 +82,23 @@ def study_figure(
     return drawn
 
 
+def _apart(ticks: Sequence[float], least: float) -> list[float]:
+    """Ticks that are so far apart that the labels of a narrow panel do not run together; zero always stays."""
+    kept = [tick for tick in ticks if tick == 0]
+    for tick in sorted(ticks, reverse=True):
+        if all(abs(tick - other) >= least for other in kept):
+            kept.append(tick)
+    return sorted(kept)
+
+
 def family_style(family: str, families: Sequence[str]) -> tuple[str, str]:
     """Colour and marker of a kind of method; kinds that are not known take what is left, in the table's order."""
     unknown = [name for name in dict.fromkeys(families) if name not in FAMILIES]
-    return FAMILIES.get(family) or MORE[unknown.index(family) % len(MORE)]
+    if family in FAMILIES:
+        return FAMILIES[family]
+    again, place = divmod(unknown.index(family), len(MORE))
+    colour, symbol = MORE[place]
+    return colour, f"{symbol}-open" if again % 2 else symbol
 
 
 def _points(

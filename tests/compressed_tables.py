@@ -19,9 +19,10 @@ def report(
 ) -> Result:
     """A report with those errors in each layer, at every site and mode alike."""
     e_perp, e_par = np.asarray(perpendicular, dtype=float), np.asarray(parallel, dtype=float)
+    turned = 1 - (1 - e_par) / np.maximum(np.hypot(1 - e_par, e_perp), 1e-9)
     metrics = {
         "perpendicular_error": e_perp, "parallel_error": e_par, "error": np.hypot(e_perp, e_par),
-        "update_cosine_distance": 1 - (1 - e_par) / np.hypot(1 - e_par, e_perp),
+        "update_cosine_distance": turned,
     }  # fmt: skip
     metrics |= {f"{name}_over_reference": 0.3 * metrics[name] for name in ("perpendicular_error", "error")}
     rows = []

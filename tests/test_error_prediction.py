@@ -80,7 +80,7 @@ def test_the_verdict_follows_what_the_loss_was_made_from():
     assert row_of(perpendicular, kind="partial", predictor="perpendicular_error", given="error")["low"] > 0.5
     sentence = prediction_sentence(perpendicular.table)
     assert "predicts better than the whole error" in sentence
-    assert "Over 30 variants of 6 methods" in sentence
+    assert "Over 30 variants of 6 kinds" in sentence
     assert perpendicular.meta["verdicts"][0] == sentence
 
 
