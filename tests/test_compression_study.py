@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch
 from lens_geometry.compress import compress
 from lens_geometry.data import load_text, tokenize
 from lens_geometry.errors import CompressionError, DataError, ModelError, ResultError
-from lens_geometry.experiments import compression_study as module
 from lens_geometry.experiments.compression import compression_report
 from lens_geometry.experiments.compression_study import compression_study
 from lens_geometry.experiments.study_variants import default_variants, scaled_writers, study_variants
@@ -144,6 +144,7 @@ def test_a_variant_that_fails_is_a_row_with_its_reason(base, tokens):
 
 
 def test_calibration_text_is_never_the_text_that_is_evaluated(base, tokens, monkeypatch):
+    module = sys.modules["lens_geometry.experiments.compression_study"]  # the package shows the function by that name
     monkeypatch.setattr(module, "study_variants", lambda *_: default_variants(6)[:1])
     settings = {**SMALL, "sequence_length": 8}
     words = "It is a truth universally acknowledged that a single man must be in want of a wife. " * 2
