@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lens_geometry import loaders
+from lens_geometry.compressed import COMPRESSION_FILE, WINDOWS_FILE, compression_state, write_compression
 from lens_geometry.errors import ModelError
 from lens_geometry.provenance import suppression_of
 from lens_geometry.results import replace_file
@@ -37,7 +38,7 @@ def is_hooked_directory(directory: Path) -> bool:
 
 
 def save_hooked(model: Any, directory: str | Path) -> Path:
-    """Write a HookedTransformer: `hooked_config.json`, `hooked.safetensors`, and its tokenizer if it has one.
+    """Write a HookedTransformer: `hooked_config.json`, `hooked.safetensors`, its tokenizer if it has one, and how it was compressed.
 
     Any architecture that its configuration can say: learned, rotary or no positions, with or without MLPs. Weights keep
     their dtype and every bit. Returns the directory.
@@ -73,6 +74,11 @@ def save_hooked(model: Any, directory: str | Path) -> Path:
         replace_file(where / WEIGHTS_FILE, lambda path: safetensors.torch.save_file(weights, path))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(where)
+        state = compression_state(model)
+        for file in (COMPRESSION_FILE, WINDOWS_FILE):
+            (where / file).unlink(missing_ok=True)  # of a model that was here before
+        if state is not None:
+            write_compression(where, state)
         replace_file(where / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(

@@ -173,3 +173,16 @@ def test_a_transformer_lens_without_the_class_says_which_one_has_it(tmp_path, mo
     monkeypatch.setattr(hooked_files.loaders, "hooked_class", lambda: None)
     with pytest.raises(ModelError, match=r"install transformer-lens 3\.9"):
         lg.load_model(str(tmp_path), backend=backend)
+
+
+@hooked_only
+def test_how_it_was_compressed_and_on_what_comes_back_and_no_record_is_left_of_another(tmp_path):
+    model = items_model()
+    sparse = lg.compress.wanda(model, IDS, sparsity=0.5)
+    lg.save_hooked(sparse, tmp_path)
+    again = lg.load_model(str(tmp_path), backend="hooked", device="cpu")
+    assert lg.describe(again)["compression"] == lg.describe(sparse)["compression"]
+    tokens = lg.tokenize(again, IDS)
+    assert lg.compress.calibration_overlap(again, tokens) == {"known": True, "windows": 2, "shared": 2}
+    lg.save_hooked(model, tmp_path)
+    assert lg.describe(lg.load_model(str(tmp_path), backend="hooked", device="cpu"))["compression"] is None
