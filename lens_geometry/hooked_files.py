@@ -38,7 +38,7 @@ def is_hooked_directory(directory: Path) -> bool:
 
 
 def save_hooked(model: Any, directory: str | Path) -> Path:
-    """Write a HookedTransformer: `hooked_config.json`, `hooked.safetensors`, its tokenizer if it has one, and how it was compressed.
+    """Write a HookedTransformer: `hooked_config.json`, `hooked.safetensors`, its tokenizer, how it was compressed.
 
     Any architecture that its configuration can say: learned, rotary or no positions, with or without MLPs. Weights keep
     their dtype and every bit. Returns the directory.

@@ -93,8 +93,8 @@ def plain_of_hooked(model: Any) -> nn.Module:
         differs = ", ".join([*other, *biased[:1]]) or f"{norm} normalisation"
         raise ModelError(
             f"this HookedTransformer is no Llama ({differs}), and there is no Hugging Face model of it",
-            cure="use rtn, magnitude, wanda, low-rank, blank or drop, and save it with lens_geometry.save_hooked; or load "
-            'it with backend="bridge"',
+            cure="use rtn, magnitude, wanda, low-rank, blank or drop, and save it with save_hooked; or load it with "
+            'backend="bridge"',
         )
     weights = hugging_face_weights(model)
     tied = torch.equal(model.W_U.T, model.W_E)
