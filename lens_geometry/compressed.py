@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lens_geometry.errors import ModelError
 from lens_geometry.provenance import COMPRESSION
+
+COMPRESSION_FILE, WINDOWS_FILE, FORMAT = "compression.json", "calibration-windows.npy", 1
 
 DENSE_BITS = 16
 """Bits of a weight that was not compressed, and of a group's scale and zero point, whatever dtype was loaded."""
@@ -55,3 +60,39 @@ class Compression:
 def compression_state(model: Any) -> Compression | None:
     """The whole of it, for the next step and for saving; None for a model that was not compressed."""
     return model.__dict__.get(COMPRESSION)  # type: ignore[no-any-return]
+
+
+def write_compression(directory: Path, state: Compression) -> None:
+    """Write `compression.json`, and `calibration-windows.npy` where there was a calibration text."""
+    storage = {key: asdict(stored) for key, stored in state.storage.items()}
+    text = json.dumps({"format": FORMAT, "record": dict(state.record), "storage": storage}, indent=2)
+    (directory / COMPRESSION_FILE).write_text(text + "\n", encoding="utf-8")
+    if state.windows is not None:
+        np.save(directory / WINDOWS_FILE, state.windows, allow_pickle=False)
+
+
+def attach_compression(model: Any, directory: Path) -> None:
+    """Let a model that was loaded from a directory know how it was compressed, if that is written there.
+
+    Raises ModelError for files that cannot be read.
+    """
+    path = directory / COMPRESSION_FILE
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r}")
+        storage = {key: Storage(**stored) for key, stored in found["storage"].items()}
+        windows = directory / WINDOWS_FILE
+        hashes = np.load(windows, allow_pickle=False) if windows.is_file() else None
+        if hashes is not None and (hashes.dtype != np.uint64 or hashes.ndim != 2 or hashes.shape[1] != 2):
+            raise ValueError(f"{WINDOWS_FILE} holds no hashes")
+        record = dict(found["record"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"how this model was compressed cannot be read ({type(error).__name__}: {error})",
+            where=str(path),
+            cure=f"copy the model again, whole, or remove {COMPRESSION_FILE} to load its weights alone",
+        ) from error
+    model.__dict__[COMPRESSION] = Compression(record, storage, hashes)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lens_geometry import cache, fetch, hooked_files, loaders, suppressed
+from lens_geometry import cache, compressed, fetch, hooked_files, loaders, suppressed
 from lens_geometry.bundled import BUNDLED, TWINS, bundled_directory
 from lens_geometry.catalogue import (
     OFFLINE_NAMES,
@@ -78,7 +78,7 @@ def load_model(
 
     Raises:
         ModelError: the name leads nowhere, the files are damaged, the architecture or backend is unsupported, or the
-            edit of a checkpoint cannot be read or attached.
+            edit of a checkpoint cannot be read or attached, or the record of a compression cannot be read.
     """
     if not isinstance(name, str | os.PathLike):
         problem = f"load_model takes a name or a path, not a {type(name).__name__}"
@@ -136,6 +136,8 @@ def load_model(
         "path": None if directory is None else str(directory),
     }
     model.eval()
+    if directory is not None:
+        compressed.attach_compression(model, directory)
     saved_at = _hub_suppression(name, revision) if directory is None else directory
     if saved_at is not None and without_suppression:
         suppressed.leave_out(model, saved_at)

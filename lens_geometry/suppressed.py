@@ -146,6 +146,18 @@ def attach_suppression(model: Any, saved: SavedSuppression | None, where: str = 
     look.saved, look.where = saved, where  # type: ignore[attr-defined]
 
 
+def save_carried(model: Any, directory: Path) -> None:
+    """Write the edit that a loaded model has, or had before it was removed or left out, if there is one."""
+    look = model.__dict__.get(SUPPRESSION)
+    saved: SavedSuppression | None = getattr(look, "saved", None)
+    if saved is None:
+        return
+    if saved.gates:
+        gates = {name: gate.cpu().contiguous() for name, gate in saved.gates.items()}
+        replace_file(directory / GATE_FILE, lambda path: safetensors.torch.save_file(gates, path))
+    write_suppression(directory, saved.suppression, saved.parallel_now)
+
+
 def carry_suppression(model: Any, copied: Any) -> None:
     """Give a copy of a model, made without its hooks, the edit that the model has, or the record that it lacks it."""
     look = model.__dict__.get(SUPPRESSION)

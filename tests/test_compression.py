@@ -264,8 +264,10 @@ def test_the_result_says_what_was_compared_and_survives_saving(pair, tmp_path):
 
 
 def test_names_are_loaded():
-    result = lg.compression_report("twin-rmsnorm", "twin-rmsnorm", lg.load_text("austen"), max_sequences=1,
-                                   sequence_length=16, sites=("block",), modes=("propagated",), **QUIET)  # fmt: skip
+    text, small = lg.load_text("austen", max_characters=2000), {"max_sequences": 1, "sequence_length": 16, **QUIET}
+    result = lg.compression_report(
+        "twin-rmsnorm", "twin-rmsnorm", text, sites=("block",), modes=("propagated",), **small
+    )
     assert result.meta["model"]["name"] == "twin-rmsnorm"
     assert any("same weights" in line for line in result.meta["warnings"])
     assert "local" not in set(result.table["mode"])
@@ -331,13 +333,13 @@ def test_a_sequence_of_one_token_leaves_nothing_to_measure(pair):
 
 
 def test_text_that_the_compressed_model_was_calibrated_on_is_refused():
-    base, text = lg.load_model("twin-rmsnorm"), lg.load_text("austen")
+    base, text = lg.load_model("twin-rmsnorm"), lg.load_text("austen", max_characters=4000)
     calibrated = lg.tokenize(base, text, sequence_length=64, max_sequences=4)
     sparse = lg.compress.wanda(base, calibrated, sparsity=0.5)
     short = {"sites": ("block",), "modes": ("propagated",), **QUIET}
     with pytest.raises(DataError, match=r"calibrated on this text: 33 of its 33 windows"):
         lg.compression_report(base, sparse, calibrated.take(slice(1, 2)), **short)
-    other = lg.load_text("moby-dick")
+    other = lg.load_text("moby-dick", max_characters=4000)
     result = lg.compression_report(base, sparse, other, max_sequences=2, sequence_length=64, **short)
     assert result.meta["calibration"] == {"known": True, "windows": 66, "shared": 0}
     assert result.meta["compressed"]["compression"]["method"] == "wanda"

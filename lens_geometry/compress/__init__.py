@@ -13,21 +13,27 @@ same class, so that every site can be read.
 from lens_geometry.compress.calibrating import calibration_overlap, calibration_tokens
 from lens_geometry.compress.depth import blank_layers, drop_layers
 from lens_geometry.compress.factors import low_rank
+from lens_geometry.compress.library import awq, gptq, sparse_gpt
 from lens_geometry.compress.pruning import magnitude, wanda
 from lens_geometry.compress.rounding import round_to_nearest
+from lens_geometry.compress.saving import save_compressed
 from lens_geometry.compress.variants import METHODS, Variant, compress, parse_variant
 
 __all__ = [
     "METHODS",
     "Variant",
+    "awq",
     "blank_layers",
     "calibration_overlap",
     "calibration_tokens",
     "compress",
     "drop_layers",
+    "gptq",
     "low_rank",
     "magnitude",
     "parse_variant",
     "round_to_nearest",
+    "save_compressed",
+    "sparse_gpt",
     "wanda",
 ]

@@ -38,6 +38,14 @@ class Calibration:
     about: dict[str, Any]
     windows: Hashes
 
+    def batches(self) -> list[Tensor]:
+        """Token ids [sequence, pos], sequences of equal length together, so that there is no padding."""
+        stacked = []
+        for length in sorted({len(sequence) for sequence in self.sequences}):
+            rows = [sequence for sequence in self.sequences if len(sequence) == length]
+            stacked += [torch.stack(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH)]
+        return stacked
+
 
 def calibration_tokens(
     model: Any, data: Any, *, sequences: int = 64, sequence_length: int = 256, prepend_bos: bool = False
@@ -127,8 +135,8 @@ def calibration_of(model: Any, data: Any) -> Calibration:
 class Listening:
     """Sums over the inputs of matrices, in float64, from one pass of the uncompressed model over a text.
 
-    `squares[name]` [in] are the inputs' sums of squares, `seconds[name]` [in, in] their sums of products (where asked
-    for), `counts[name]` the tokens that a matrix was given.
+    `squares[key]` [in] are the inputs' sums of squares, or `products[key]` [in, in] their sums of products, and
+    `counts[key]` the tokens that a matrix was given.
     """
 
     def __init__(self, model: nn.Module, found: Sequence[Matrix], calibration: Calibration, *, products: bool) -> None:
@@ -138,7 +146,7 @@ class Listening:
         handles = []
         try:
             for matrix in found:
-                handles.append(matrix.listen(self._adder(matrix.name, products)))
+                handles.append(matrix.listen(self._adder(matrix.key, products)))
             _run(model, calibration)
         finally:
             for handle in handles:
@@ -157,13 +165,13 @@ class Listening:
         return add
 
     def _check(self, matrix: Matrix) -> None:
-        if not self.counts.get(matrix.name):
+        if not self.counts.get(matrix.key):
             raise CompressionError(
                 "no token of the calibration text came to this matrix",
                 where=matrix.name,
                 cure="calibrate with more text",
             )
-        sums = self.products.get(matrix.name, self.squares.get(matrix.name))
+        sums = self.products.get(matrix.key, self.squares.get(matrix.key))
         if sums is None or not bool(torch.isfinite(sums).all()):
             raise CompressionError(
                 "its inputs are not finite on the calibration text",
@@ -174,14 +182,10 @@ class Listening:
 
 @torch.no_grad()
 def _run(model: nn.Module, calibration: Calibration) -> None:
-    """Pass all sequences through the model, those of equal length together; no padding."""
+    """Pass all sequences through the model."""
     device = next(model.parameters()).device
-    batches = []
-    for length in sorted({len(sequence) for sequence in calibration.sequences}):
-        rows = [sequence for sequence in calibration.sequences if len(sequence) == length]
-        batches += [rows[start : start + _BATCH] for start in range(0, len(rows), _BATCH)]
-    for rows in tqdm(batches, "calibrating", delay=2, disable=None, leave=False):
-        model(torch.stack(rows).to(device))
+    for ids in tqdm(calibration.batches(), "calibrating", delay=2, disable=None, leave=False):
+        model(ids.to(device))
 
 
 def _unpadded(tokens: Tokens) -> list[Tensor]:

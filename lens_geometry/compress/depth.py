@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lens_geometry.compress.matrices import Matrix, blocks
+from lens_geometry.compress.matrices import Matrix
 from lens_geometry.compress.plain import is_hooked, shortened, shortened_hooked
 from lens_geometry.compress.records import Step, Work
 from lens_geometry.compressed import Storage
@@ -82,14 +82,9 @@ def drop_layers(model: Any, layers: Any) -> Any:
             "attention of this model is scaled by its layer's number, which dropping would change",
             cure="use blank_layers",
         )
-    places = [place for place, _ in blocks(work.copied)]
     shorten = shortened_hooked if is_hooked(work.copied) else shortened
     work.copied = shorten(work.copied, stay)
-    renamed = {places[old]: places[new] for new, old in enumerate(stay)}
-    work.storage = {
-        f"{renamed[place]}.{rest}": stored
-        for name, stored in work.storage.items()
-        for place in renamed
-        if (rest := name.removeprefix(f"{place}.")) != name
-    }
+    kept = {str(old): str(new) for new, old in enumerate(stay)}
+    split = [(*key.partition("."), stored) for key, stored in work.storage.items()]
+    work.storage = {f"{kept[layer]}.{rest}": stored for layer, _, rest, stored in split if layer in kept}
     return work.done(Step("drop", {}))

@@ -68,7 +68,7 @@ def low_rank(model: Any, *, share: float = 0.5, calibration: Any = None, layers:
             raise CompressionError(
                 f"{share:g} of {min(weight.shape)} is a rank of 0", where=matrix.name, cure="give a larger share"
             )
-        new = truncate(weight, rank, None if heard is None else heard.products[matrix.name])
+        new = truncate(weight, rank, None if heard is None else heard.products[matrix.key])
         return new, Storage(factors=DENSE_BITS * rank * sum(weight.shape) / weight.numel())
 
     work.change(change)

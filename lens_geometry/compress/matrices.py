@@ -20,8 +20,14 @@ from lens_geometry.errors import ModelError
 
 Listener = Callable[[Float[Tensor, "... in"]], None]
 _ROLES = {
+    "q": ("q_proj", "q", "W_Q"),
+    "k": ("k_proj", "k", "W_K", "_W_K"),
+    "v": ("v_proj", "v", "W_V", "_W_V"),
+    "qkv": ("query_key_value", "c_attn", "qkv_proj"),
     "o": ("o_proj", "out_proj", "o", "W_O"),
-    "out": ("down_proj", "fc2", "dense_4h_to_h", "w2", "fc_out", "out", "W_out"),
+    "gate": ("gate_proj", "gate", "W_gate"),
+    "in": ("up_proj", "in", "fc1", "c_fc", "dense_h_to_4h", "fc_in", "W_in"),
+    "out": ("down_proj", "out", "fc2", "dense_4h_to_h", "fc_out", "W_out"),
 }
 _BRANCH_DEPENDENT = ("c_proj", "dense", "wo")  # W_O in attention, W_out in the MLP
 _ROUTERS = ("gate", "router", "shared_expert_gate", "W_gate")
@@ -34,7 +40,8 @@ class Matrix:
     Attributes:
         name: where it is in the model that was opened.
         layer: its block's number.
-        role: "o" writes attention's output to the stream, "out" the MLP's; otherwise the module's own name.
+        role: q, k, v, qkv (fused), o, gate, in, out; otherwise the module's own name. "o" writes attention's output to
+            the stream, "out" the MLP's.
         read: the weights now, [out, in].
         write: put weights of that shape in their place.
         listen: call a function with every input, [..., in], until the handle that is returned is removed.
@@ -48,6 +55,12 @@ class Matrix:
     write: Callable[[Float[Tensor, "out in"]], None]
     listen: Callable[[Listener], Any]
     bias: Tensor | None
+
+    @property
+    def key(self) -> str:
+        """The layer and the place in it, the same for every class that keeps it alike: "3.gate"."""
+        expert = [step for step in self.name.split(".") if step.isdecimal()][1:]
+        return ".".join([str(self.layer), self.role, *expert])
 
 
 def matrices(model: nn.Module) -> list[Matrix]:
@@ -74,9 +87,17 @@ def matrices(model: nn.Module) -> list[Matrix]:
                 raise ModelError(
                     f"a weight of shape {tuple(parameter.shape)} is no matrix that a compression method knows",
                     where=f"{place}.{name}",
-                    cure="compress a model whose blocks are made of linear maps (and experts as transformers fuses "
-                    "them), or select layers without it",
+                    cure="compress a model whose blocks are made of linear maps, and of experts as transformers fuses "
+                    "them",
                 )
+    keys = [matrix.key for matrix in found]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ModelError(
+            f"a block has several matrices of one kind ({twice})",
+            where=type(model).__name__,
+            cure="compress a model whose blocks have one attention and one MLP or set of experts",
+        )
     return found
 
 
@@ -204,7 +225,13 @@ def _of_hooked_block(layer: int, place: str, block: Any) -> Iterator[tuple[Matri
     for letter in ("Q", "K", "V"):
         name = f"_W_{letter}" if hasattr(attn, f"_W_{letter}") else f"W_{letter}"
         yield _of_tensor(
-            f"{place}.attn.{name}", layer, name, getattr(attn, name), "head model d", "(head d) model", at_input(attn)
+            f"{place}.attn.{name}",
+            layer,
+            _role(name),
+            getattr(attn, name),
+            "head model d",
+            "(head d) model",
+            at_input(attn),
         )
     yield _of_tensor(
         f"{place}.attn.W_O", layer, "o", attn.W_O, "head d model", "model (head d)", at_point(attn.hook_z, True),
@@ -214,7 +241,7 @@ def _of_hooked_block(layer: int, place: str, block: Any) -> Iterator[tuple[Matri
         return  # the experts' are nn.Linear
     for name in ("W_gate", "W_in"):
         if isinstance(getattr(mlp, name, None), nn.Parameter):
-            yield _of_tensor(f"{place}.mlp.{name}", layer, name, getattr(mlp, name), "i o", "o i", at_input(mlp))
+            yield _of_tensor(f"{place}.mlp.{name}", layer, _role(name), getattr(mlp, name), "i o", "o i", at_input(mlp))
     yield _of_tensor(
         f"{place}.mlp.W_out", layer, "out", mlp.W_out, "i o", "o i", at_point(mlp.hook_post, False), mlp.b_out
     )

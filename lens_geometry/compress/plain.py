@@ -2,7 +2,8 @@
 
 A bridge has Hugging Face's own modules in its grip: wrapped in place, with copies of fused queries, keys and values.
 So its copy is a new Hugging Face model of the same configuration that gets the same weights, and must give the same
-logits; what comes back is a new bridge around it. A HookedTransformer is copied as it is.
+logits; what comes back is a new bridge around it. A HookedTransformer is copied as it is; one that is a Llama, or a
+Llama with LayerNorm, can become a Hugging Face model too (`plain_of_hooked`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from lens_geometry import loaders
 from lens_geometry.anatomy import alone, at_rest, hook_points, probe_tokens
 from lens_geometry.errors import ModelError
+from lens_geometry.hugging_face import hugging_face_config, hugging_face_weights, is_added_bias
 from lens_geometry.provenance import COMPRESSION, SOURCE, SUPPRESSION
 from lens_geometry.suppressed import carry_suppression
 
@@ -68,19 +71,75 @@ def plain_model(bridge: Any) -> nn.Module:
     inner = bridge.original_model
     settings = bridge.cfg if type(inner).__name__ == NATIVE else inner.config
     plain = _rebuilt(inner, settings, _weights(inner), {_own_name(inner, n): b for n, b in inner.named_buffers()})
-    tokens = probe_tokens(bridge)
-    with at_rest(bridge), alone(hook_points(bridge)):
-        expected = bridge(tokens, return_type="logits").double()
-    given = plain(tokens)
-    given = (given if isinstance(given, Tensor) else given.logits).double()
+    _require_same(bridge, plain)
+    return plain
+
+
+@torch.no_grad()
+def plain_of_hooked(model: Any) -> nn.Module:
+    """A new Hugging Face Llama (StableLM for LayerNorm) with the weights of a HookedTransformer that is one.
+
+    Raises ModelError for any other HookedTransformer.
+    """
+    cfg, norm = model.cfg, str(model.cfg.normalization_type)
+    usual = dict(
+        gated_mlp=True, positional_embedding_type="rotary", rotary_adjacent_pairs=False, rotary_dim=cfg.d_head,
+        parallel_attn_mlp=False, num_experts=None, use_local_attn=False, use_qk_norm=False, attn_only=False,
+        use_normalization_before_and_after=False, final_rms=norm == "RMS",
+    )  # fmt: skip
+    other = sorted(name for name, value in usual.items() if getattr(cfg, name, value) != value)
+    biased = [name for name, weight in model.named_parameters() if is_added_bias(name) and bool(weight.any())]
+    if norm not in ("RMS", "LN") or other or biased or (norm == "LN" and cfg.d_head * cfg.n_heads != cfg.d_model):
+        differs = ", ".join([*other, *biased[:1]]) or f"{norm} normalisation"
+        raise ModelError(
+            f"this HookedTransformer is no Llama ({differs}), and there is no Hugging Face model of it",
+            cure="use rtn, magnitude, wanda, low-rank, blank or drop, and keep the model in memory; or load it with "
+            'backend="bridge"',
+        )
+    weights = hugging_face_weights(model)
+    tied = torch.equal(model.W_U.T, model.W_E)
+    shape = SimpleNamespace(
+        n_layers=cfg.n_layers, n_heads=cfg.n_heads, n_key_value_heads=cfg.n_key_value_heads or cfg.n_heads,
+        d_model=cfg.d_model, d_mlp=cfg.d_mlp, n_ctx=cfg.n_ctx, d_vocab=cfg.d_vocab, norm=norm, activation=cfg.act_fn,
+        eps=cfg.eps, rotary_base=float(cfg.rotary_base), tied=tied, initial_std=0.02,
+    )  # fmt: skip
+    config = hugging_face_config(shape, model.tokenizer)
+    if norm == "RMS":
+        config.head_dim = cfg.d_head
+    kind = importlib.import_module("transformers").AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        plain = kind.from_config(config, dtype=model.W_E.dtype, attn_implementation="eager").to(model.W_E.device)
+    for name, parameter in plain.named_parameters():
+        parameter.data = weights[name].clone()
+    _require_same(model, plain.eval())
+    return plain  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def fill_hooked(model: Any, plain: nn.Module) -> None:
+    """Give a HookedTransformer the weights of a plain model of its shape, as `plain_of_hooked` makes one."""
+    own = dict(model.named_parameters())
+    for name, weight in loaders.hooked_weights(plain, model.cfg).items():
+        if name in own:
+            own[name].copy_(weight)
+    _require_same(model, plain)
+
+
+def _require_same(model: Any, plain: nn.Module) -> None:
+    """Raise ModelError unless the logits of a plain model are those of the TransformerLens one."""
+    tokens = probe_tokens(model)
+    with at_rest(model), alone(hook_points(model)):
+        expected = model(tokens, return_type="logits").double()
+    with torch.no_grad():
+        output = plain(tokens)
+    given = (output if isinstance(output, Tensor) else output.logits).double()
     off = float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if not off <= (1e-3 if next(plain.parameters()).dtype in (torch.float32, torch.float64) else 5e-2):
         raise ModelError(
-            f"the logits of a plain {type(inner).__name__} with this bridge's weights differ by {off:.2g}: the weights "
+            f"the logits of a plain {type(plain).__name__} with this model's weights differ by {off:.2g}: the weights "
             "were processed, or changed after the model was wrapped",
             cure="load the model with lens_geometry.load_model, which leaves its weights raw",
         )
-    return plain
 
 
 def returned(model: Any, copied: nn.Module) -> Any:

@@ -111,7 +111,7 @@ def wanda(
     heard = Listening(work.copied, work.matrices(), text, products=False)
 
     def change(matrix: Matrix, weight: Tensor, stored: Storage) -> tuple[Tensor, Storage]:
-        scores = weight.abs() * heard.squares[matrix.name].sqrt().to(weight.dtype)
+        scores = weight.abs() * heard.squares[matrix.key].sqrt().to(weight.dtype)
         away = smallest_of_rows(scores, share) if pattern is None else smallest_of_groups(scores, pattern)
         return weight.masked_fill(away, 0), stored_sparse(stored, 1 - share)
 

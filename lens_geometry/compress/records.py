@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from lens_geometry.compress.matrices import Matrix, blocks, matrices
-from lens_geometry.compress.plain import fresh_copy, returned
+from lens_geometry.compress.plain import fresh_copy, is_hooked, returned
 from lens_geometry.compressed import DENSE_BITS, Compression, Storage, compression_state
 from lens_geometry.errors import CompressionError
 from lens_geometry.provenance import COMPRESSION
@@ -54,6 +54,7 @@ class Work:
         self.n_layers = len(blocks(self.copied))
         self.layers = choose_layers(layers, self.n_layers)
         self.storage: dict[str, Storage] = dict(self.before.storage) if self.before else {}
+        self.errors: dict[str, tuple[float, float]] = {}
         self.dense_bytes = int(self.before.record["dense_bytes"]) if self.before else dense_bytes(self.copied)
 
     def matrices(self) -> list[Matrix]:
@@ -69,13 +70,17 @@ class Work:
         changed = False
         for matrix in self.matrices() if only is None else only:
             weight = matrix.read()
-            stored = self.storage.get(matrix.name, Storage())
-            new, self.storage[matrix.name] = change(matrix, weight.to(working_dtype(weight)), stored)
+            stored = self.storage.get(matrix.key, Storage())
+            new, self.storage[matrix.key] = change(matrix, weight.to(working_dtype(weight)), stored)
             if not bool(torch.isfinite(new).all()):
                 raise CompressionError(
                     "its new weights are not finite", where=matrix.name, cure="check the model and the calibration text"
                 )
-            new = new.to(weight.dtype)
+            new, before = new.to(weight.dtype), weight.double()
+            self.errors[matrix.key] = (
+                float((new.double() - before).square().sum()),
+                float(before.square().sum()),
+            )
             changed = changed or not torch.equal(new, weight)
             matrix.write(new)
         if not changed:
@@ -93,22 +98,23 @@ def working_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def dense_bytes(model: nn.Module) -> int:
+def dense_bytes(model: Any) -> int:
     """16 bits for each weight; biases that are all zero, which some classes add, do not count."""
     counted = 0
     for name, weight in model.named_parameters():  # tied ones are named once
         bias = name.rsplit(".", 1)[-1].lstrip("_").startswith("b")
         counted += 0 if bias and not bool(weight.any()) else weight.numel()
+    if is_hooked(model) and "W_U" in model.unembed._parameters and torch.equal(model.W_U.T, model.W_E):
+        counted -= model.W_U.numel()  # tied, though this class keeps two
     return counted * DENSE_BITS // 8
 
 
 def finished(work: Work, step: Step, calibration: Any) -> Any:
     """Give the copy its class and its record back."""
     found = matrices(work.copied)
-    sizes = {matrix.name: matrix.read().numel() for matrix in found}
-    bits = sum(size * work.storage.get(name, Storage()).bits_per_weight for name, size in sizes.items())
-    weights, old = sum(sizes.values()), {matrix.name: matrix for matrix in matrices(fresh_copy(work.model))}
-    error = _weight_error(found, old)
+    sizes = {matrix.key: matrix.read().numel() for matrix in found}
+    bits = sum(size * work.storage.get(key, Storage()).bits_per_weight for key, size in sizes.items())
+    weights = sum(sizes.values())
     record: dict[str, Any] = {
         "method": step.method,
         "settings": dict(step.settings),
@@ -117,7 +123,7 @@ def finished(work: Work, step: Step, calibration: Any) -> Any:
         "sparsity": step.sparsity,
         "size_bytes": round(dense_bytes(work.copied) - (weights * DENSE_BITS - bits) / 8),
         "dense_bytes": work.dense_bytes,
-        "weight_error": error,
+        "weight_error": _weight_error(found, work.errors),
         "calibration": None if calibration is None else calibration.about,
         "seconds": time.perf_counter() - work.started,
     }
@@ -132,16 +138,13 @@ def finished(work: Work, step: Step, calibration: Any) -> Any:
     return new
 
 
-def _weight_error(new: list[Matrix], old: Mapping[str, Matrix]) -> float | None:
-    """|W' - W|_F / |W|_F over all matrices; None when they are not the same ones."""
-    if {matrix.name for matrix in new} != set(old):
+def _weight_error(found: Sequence[Matrix], errors: Mapping[str, tuple[float, float]]) -> float | None:
+    """|W' - W|_F / |W|_F over all matrices of the blocks, W before this step; None where matrices were not changed."""
+    if not errors:
         return None
-    wrong = total = 0.0
-    for matrix in new:
-        before = old[matrix.name].read().double()
-        wrong += float((matrix.read().double() - before).square().sum())
-        total += float(before.square().sum())
-    return float((wrong / total) ** 0.5) if total else None
+    same = [matrix.read().double().square().sum() for matrix in found if matrix.key not in errors]
+    total = sum(before for _, before in errors.values()) + float(sum(same))
+    return float((sum(wrong for wrong, _ in errors.values()) / total) ** 0.5) if total else None
 
 
 def stored_sparse(stored: Storage, density: float) -> Storage:

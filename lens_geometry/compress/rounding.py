@@ -91,7 +91,11 @@ def round_to_nearest(
         return new, stored_rounded(stored, new, by_layer[matrix.layer], group_size, symmetric)
 
     work.change(change)
-    settings = {"bits": bits if isinstance(bits, int) else dict(bits), "group_size": group_size, "symmetric": symmetric}
+    settings = {
+        "bits": bits if isinstance(bits, int) else {str(k): v for k, v in bits.items()},
+        "group_size": group_size,
+        "symmetric": symmetric,
+    }
     return work.done(Step("rtn", settings))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lens_geometry.compress.depth import blank_layers, drop_layers
 from lens_geometry.compress.factors import low_rank
+from lens_geometry.compress.library import awq, gptq, sparse_gpt
 from lens_geometry.compress.pruning import magnitude, wanda
 from lens_geometry.compress.rounding import round_to_nearest
 from lens_geometry.errors import CompressionError
@@ -32,6 +33,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "low-rank": Method(low_rank, "low rank", calibrated=None),
         "blank": Method(blank_layers, "depth"),
         "drop": Method(drop_layers, "depth"),
+        "gptq": Method(gptq, "quantisation", calibrated=True),
+        "awq": Method(awq, "quantisation", calibrated=True),
+        "sparsegpt": Method(sparse_gpt, "pruning", calibrated=True),
     }
 )
 

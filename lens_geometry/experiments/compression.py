@@ -151,6 +151,7 @@ def compression_report(
         },
     )
     meta["compressed"] = models.describe(compressed)
+    meta["compression"] = meta["compressed"].get("compression")
     meta["calibration"] = overlap
     meta["warnings"] += [*model_warnings(compressed), *left_out, *also_left_out, *_caveats(meta, weights)]
     return Result("compression", table, meta)

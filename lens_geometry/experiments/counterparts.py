@@ -118,8 +118,10 @@ def common_tokens(base: Any, compressed: Any, data: Any, settings: RunSettings) 
     if isinstance(data, Tensor | Tokens) or not with_tokenizer:
         prepare(compressed, data, settings)
         return prepare(base, data, settings)
-    found = [prepare(model, data, settings) for model in with_tokenizer]
-    first, last = found[0], found[-1]
+    first = prepare(with_tokenizer[0], data, settings)
+    if len(with_tokenizer) == 1 or _same_tokenizer(base.tokenizer, compressed.tokenizer):
+        return first
+    last = prepare(compressed, data, settings)
     if first.ids.shape != last.ids.shape or not torch.equal(first.mask, last.mask):
         different = f"{first.meta['n_tokens']} tokens by the base, {last.meta['n_tokens']} by the compressed model"
     elif not torch.equal(first.ids, last.ids):
@@ -132,6 +134,14 @@ def common_tokens(base: Any, compressed: Any, data: Any, settings: RunSettings) 
         where=str(first.meta["text"]),
         cure="give the compressed model the base's tokenizer, or pass token ids",
     )
+
+
+def _same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two tokenizers are the same by their definition; False where that cannot be seen."""
+    definitions = [
+        getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", str)() for tokenizer in (one, other)
+    ]
+    return one is other or ("" not in definitions and definitions[0] == definitions[1])
 
 
 def calibration_of(compressed: Any, tokens: Tokens) -> dict[str, Any]:
