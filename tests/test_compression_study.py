@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 
 import pytest
 import torch
@@ -62,6 +61,7 @@ def test_each_variant_has_the_numbers_of_its_own_report(base, tokens):
     rounded = table[table["variant"] == TEXTS[0]]
     assert rounded["bits_per_weight"].iloc[0] == pytest.approx(4.5)
     assert made.meta["counts"] == {"variants": 3, "ok_variants": 3}
+    assert made.meta["variants"][0]["compression"]["method"] == "rtn"
 
 
 def test_writers_made_shorter_err_along_the_update_alone(base, tokens):
@@ -143,15 +143,13 @@ def test_a_variant_that_fails_is_a_row_with_its_reason(base, tokens):
         compression_study(base, [("bad", broken)], tokens, **SMALL)
 
 
-def test_calibration_text_is_never_the_text_that_is_evaluated(base, tokens, monkeypatch):
-    module = sys.modules["lens_geometry.experiments.compression_study"]  # the package shows the function by that name
-    monkeypatch.setattr(module, "study_variants", lambda *_: default_variants(6)[:1])
+def test_calibration_text_is_never_the_text_that_is_evaluated(base, tokens):
     settings = {**SMALL, "sequence_length": 8}
     words = "It is a truth universally acknowledged that a single man must be in want of a wife. " * 2
     with pytest.raises(DataError, match="the calibration text is the text that is evaluated"):
-        compression_study(base, None, words, calibration=words, **settings)
+        compression_study(base, TEXTS, words, calibration=words, **settings)
     with pytest.raises(DataError, match="2 passages of 32 tokens of the calibration text are in the text"):
-        compression_study(base, None, tokens, calibration=tokens.ids[2:], **settings)
+        compression_study(base, TEXTS, tokens, calibration=tokens.ids[2:], **settings)
 
 
 def test_variants_that_are_none_are_refused(base, tokens):

@@ -60,11 +60,12 @@ def choice(best="perpendicular", low=0.01, high=0.03):
         for n in (1, 2):
             lost = name == "random 1" and n == 2
             cost = math.nan if lost else 0.3 * n - 0.1 * (name == "greedy_loss")
-            low, high = (0.0, 0.0) if name == "perpendicular" else (-0.1, 0.1)
             rows.append({"part": "drop", "kind": "curve", "choice": name, "n_blanked": n, "layer": n,
                          "loss_change": cost, "loss_change_low": cost - 0.1, "loss_change_high": cost + 0.1,
-                         "against": "cosine", "difference": 0.0, "difference_low": low, "difference_high": high,
-                         "n_sequences": 4, "status": "nonfinite" if lost else "ok"})  # fmt: skip
+                         "against": "cosine",
+                         "difference": 0.0, "difference_low": 0.0 if name == "perpendicular" else -0.1,
+                         "difference_high": 0.0 if name == "perpendicular" else 0.1, "n_sequences": 4,
+                         "status": "nonfinite" if lost else "ok"})  # fmt: skip
     meta = {"model": {"name": "base"}, "data": {"text": "t"}, "seed": 0}
     return Result("layer_choice", choice_table(rows), meta)
 

@@ -25,7 +25,7 @@ from lens_geometry.data import Tokens, tokenize
 from lens_geometry.errors import DataError, GeometryError, LensGeometryError, ModelError, ResultError
 from lens_geometry.experiments.compression import CompressionSettings, compression_report
 from lens_geometry.experiments.counterparts import loaded
-from lens_geometry.experiments.study_rows import lost_row, study_rows, study_table
+from lens_geometry.experiments.study_rows import lost_row, record_of, study_rows, study_table
 from lens_geometry.experiments.study_variants import StudyVariant, study_variants
 from lens_geometry.provenance import fingerprint
 from lens_geometry.results import Result, alone, jsonable, replace_file
@@ -110,7 +110,7 @@ def compression_study(
             last = rows[-1]
             made.append(
                 {name: last[name] for name in ("variant", "family", "status", "reason")}
-                | ({} if report is None else {"compression": report.meta.get("compression")})
+                | ({} if report is None else {"compression": dict(record_of(report))})
             )
             progress.update()
     table = study_table(rows)

@@ -45,7 +45,7 @@ def study_rows(variant: str, family: str, report: Result) -> Iterator[dict[str, 
     whole = _outputs(outputs[None])
     lost = sum(int(row["n_infinite"] + row["n_undefined"]) for row in outputs[None].values())
     idle = whole["loss_change"] == 0 and whole["kl"] == 0
-    about = report.meta.get("compression") or {}
+    about = record_of(report)
     shared = {
         "variant": variant,
         "family": family,
@@ -101,12 +101,18 @@ def study_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def label_of(report: Result) -> tuple[str, str]:
     """`(variant, family)` of a report by itself: what its compressed model says was done to it, or its name."""
-    about: Mapping[str, Any] = report.meta.get("compression") or {}
+    about = record_of(report)
     name = str((report.meta.get("compressed") or {}).get("name") or "compressed")
     if not about:
         return name, name
     settings = ",".join(f"{key}={value}" for key, value in (about.get("settings") or {}).items() if value is not None)
     return f"{about['method']}:{settings}" if settings else str(about["method"]), str(about["method"])
+
+
+def record_of(report: Result) -> Mapping[str, Any]:
+    """What the compressed model of a report says was done to it; empty where it says nothing."""
+    compressed = report.meta.get("compressed") or {}
+    return report.meta.get("compression") or compressed.get("compression") or {}
 
 
 def _at(mode: Any, site: Any, predictor: Any, layer: Any = None) -> dict[str, Any]:
