@@ -209,7 +209,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def base_name(result: Result) -> str:
     """The dense model's name."""
-    return _model_name(result, "base" if "base" in result.meta else "model")
+    return _model_name(result, "model")
 
 
 def compressed_name(result: Result) -> str:

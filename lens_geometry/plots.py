@@ -65,7 +65,7 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
     if experiment not in FIGURES:
         raise ResultError(f"no figure is known for {experiment!r}", cure="use an experiment of this package")
     drawn = FIGURES[experiment](table)
-    one, other = _name(meta.get("model") or meta.get("base")), _name(meta.get("compressed"))
+    one, other = _name(meta.get("model")), _name(meta.get("compressed"))
     name = f"{other} against {one}" if other else one
     return drawn.update_layout(title={"text": html.escape(str(name)), "font_size": 14})
 

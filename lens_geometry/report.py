@@ -100,7 +100,7 @@ def _title(results: Sequence[Result]) -> str:
 def _what_was_run(results: Sequence[Result]) -> str:
     """One sentence from the first result's meta: experiments, model, text, sites, seed, versions, date."""
     meta = results[0].meta
-    model, versions = _part(meta, "model") or _part(meta, "base"), _part(meta, "versions")
+    model, versions = _part(meta, "model"), _part(meta, "versions")
     shape = [words.format(model[key]) for key, words in SHAPE.items() if model.get(key)]
     same = [result for result in results if _name(result, "data", "text") == _name(results[0], "data", "text")]
     sizes = {heading(result).lower(): _sizes(result) for result in same if _sizes(result)}

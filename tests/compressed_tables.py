@@ -38,7 +38,7 @@ def report(
         rows += [_row("local", "", layer, "loss_change", value), _row("local", "", layer, "kl", abs(value))]
         rows += [_row("weights", "", layer, "weight_error", float(metrics["error"][layer]))]
     table = pd.DataFrame(rows).astype({"layer": "Int64", "head": "Int64"})
-    meta: dict[str, Any] = {"base": {"fingerprint": "b", "name": "base"}, "data": {"tokens_sha256": "t", "text": "t"}}
+    meta: dict[str, Any] = {"model": {"fingerprint": "b", "name": "base"}, "data": {"tokens_sha256": "t", "text": "t"}}
     return Result("compression", table, meta)
 
 

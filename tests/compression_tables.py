@@ -16,7 +16,7 @@ WHOLE = {"loss_base": 3.40, "loss_compressed": 3.52, "loss_change": 0.12, "kl": 
 ALIGNMENT = {"pearson_perpendicular": 0.999, "spearman_perpendicular": 0.99, "pearson_parallel": 0.41,
              "spearman_parallel": 0.37}  # fmt: skip
 META: dict[str, Any] = {
-    "base": {"name": "a model", "class": "TransformerBridge", "dtype": "float32", "n_layers": 6, "d_model": 192,
+    "model": {"name": "a model", "class": "TransformerBridge", "dtype": "float32", "n_layers": 6, "d_model": 192,
              "fingerprint": "ab" * 32, "compression": None},
     "compressed": {"name": "rounded | <b>4 bits</b>", "class": "TransformerBridge", "dtype": "float32", "n_layers": 6,
                    "d_model": 192, "fingerprint": "cd" * 32},

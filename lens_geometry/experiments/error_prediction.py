@@ -114,7 +114,7 @@ def _table_of(study: Any) -> tuple[pd.DataFrame, dict[str, Any]]:
     if len({name for name, _ in names}) < len(names):
         raise DataError("some reports have the same label", cure="pass a mapping of labels to reports")
     texts = {str((report.meta.get("data") or {}).get("tokens_sha256")) for report in reports}
-    bases = {str((report.meta.get("base") or {}).get("fingerprint")) for report in reports}
+    bases = {str((report.meta.get("model") or {}).get("fingerprint")) for report in reports}
     if len(texts) > 1 or len(bases) > 1:
         raise DataError(
             "the reports are of different texts or dense models, so that their losses cannot be compared",
@@ -122,7 +122,7 @@ def _table_of(study: Any) -> tuple[pd.DataFrame, dict[str, Any]]:
             cure="make all of them on the same data, against the same model",
         )
     rows = [row for name, report in zip(names, reports, strict=True) for row in study_rows(*name, report)]
-    meta = {"model": reports[0].meta.get("base"), "data": reports[0].meta.get("data")}
+    meta = {"model": reports[0].meta.get("model"), "data": reports[0].meta.get("data")}
     return study_table(rows), {**meta, "token_mask": reports[0].meta.get("token_mask")}
 
 
