@@ -161,7 +161,7 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
     )
     with _quiet_hooked():
         model = hooked_class()(cfg, tokenizer)
-    weights = hooked_weights(hf_model, cfg)
+    weights = _hooked_weights(hf_model, cfg)
     lacking = set(dict(model.named_parameters())) - set(weights)
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     if lacking or unknown:
@@ -172,7 +172,7 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
     return model
 
 
-def hooked_weights(hf_model: Any, cfg: Any) -> dict[str, Any]:
+def _hooked_weights(hf_model: Any, cfg: Any) -> dict[str, Any]:
     """TransformerLens' own conversion of a Llama; a StableLM differs from it in the biases of its LayerNorms."""
     convert = importlib.import_module("transformer_lens.pretrained.weight_conversions").convert_llama_weights
     weights = {key: value.detach() for key, value in convert(hf_model, cfg).items()}
