@@ -10,6 +10,7 @@ with lg.applied(model, lg.scale(model, "value_excl_self", parallel=0.0)):
 
 from typing import TYPE_CHECKING, Any
 
+from lens_geometry import compress
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.data import Text, Tokens, load_text, tokenize
 from lens_geometry.edits import (
@@ -33,10 +34,12 @@ from lens_geometry.evals import edited_lm
 from lens_geometry.experiments import (
     AttentionSettings,
     BasinSettings,
+    CompressionSettings,
     DissociationSettings,
     EvaluationSettings,
     GenerationSettings,
     HeadSettings,
+    LayerChoiceSettings,
     MediatorSettings,
     MlpSettings,
     PairSettings,
@@ -45,15 +48,20 @@ from lens_geometry.experiments import (
     ScalingSettings,
     ScheduleSettings,
     StrengthSettings,
+    StudySettings,
     applied_strength,
     attention_maps,
     basin,
+    compression_report,
+    compression_study,
     continuations,
     diagonal_numbers,
     dissociation,
+    error_prediction,
     evaluate,
     generation_profile,
     head_sweep,
+    layer_choice,
     mediators,
     minimal_pairs,
     mlp_sweep,
@@ -68,12 +76,14 @@ from lens_geometry.experiments import (
     validate,
 )
 from lens_geometry.geometry import decompose, measure, rescale_by, rotate_by, scale_components, smallest_operator
+from lens_geometry.hooked_files import save_hooked
 from lens_geometry.metrics import pair_accuracy, pair_margins
 from lens_geometry.models import describe, known_models, load_model
 from lens_geometry.pair_tokens import tokenize_pairs
 from lens_geometry.pairs import Pair, Pairs, load_pairs
 from lens_geometry.report import write_report
 from lens_geometry.results import Result
+from lens_geometry.sequence_files import load_tokens
 from lens_geometry.suppressed import suppress_as_saved
 
 if TYPE_CHECKING:
@@ -84,11 +94,13 @@ __all__ = [
     "AttentionSettings",
     "BasinSettings",
     "Batch",
+    "CompressionSettings",
     "Displacements",
     "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
+    "LayerChoiceSettings",
     "LensGeometryError",
     "MediatorSettings",
     "MlpSettings",
@@ -102,6 +114,7 @@ __all__ = [
     "ScalingSettings",
     "ScheduleSettings",
     "StrengthSettings",
+    "StudySettings",
     "SuppressionCallback",
     "Text",
     "Tokens",
@@ -111,6 +124,9 @@ __all__ = [
     "attention_maps",
     "basin",
     "clean_run",
+    "compress",
+    "compression_report",
+    "compression_study",
     "continuations",
     "decompose",
     "describe",
@@ -118,13 +134,16 @@ __all__ = [
     "diagonal_numbers",
     "dissociation",
     "edited_lm",
+    "error_prediction",
     "evaluate",
     "generation_profile",
     "head_sweep",
     "known_models",
+    "layer_choice",
     "load_model",
     "load_pairs",
     "load_text",
+    "load_tokens",
     "measure",
     "mediators",
     "minimal_pairs",
@@ -141,6 +160,7 @@ __all__ = [
     "repair",
     "rescale_by",
     "rotate_by",
+    "save_hooked",
     "scale",
     "scale_components",
     "scaling_edits",

@@ -9,18 +9,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pandas as pd
 import tyro
 
 from lens_geometry import models, summaries
 from lens_geometry.attention_plots import attention_html
-from lens_geometry.cache import say
+from lens_geometry.compare_commands import compare_command
+from lens_geometry.compress_commands import compress_command
+from lens_geometry.compression_commands import choice_command, study_command
 from lens_geometry.data import load_text
-from lens_geometry.edits.suppressing import Suppression
 from lens_geometry.errors import LensGeometryError
 from lens_geometry.experiments import (
     AttentionSettings,
@@ -57,54 +58,14 @@ from lens_geometry.experiments import (
     site_table,
     validate,
 )
+from lens_geometry.loading_options import DEFAULT_TEXT, Loading
 from lens_geometry.pairs import PAIR_SETS, load_pairs
-from lens_geometry.provenance import suppression_of
 from lens_geometry.report import findings, write_report
 from lens_geometry.results import Result, replace_file
 from lens_geometry.runner import RunSettings
 from lens_geometry.training_commands import cost_command, tokens_command, train_command
 
-DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_TEXT = "austen"
 DEFAULT_PROMPT = "It is a truth universally acknowledged"
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Which model, and how it is loaded.
-
-    Attributes:
-        model: a name of `lens-geometry models`, a Hugging Face name, a local directory or a .gguf file.
-        backend: "bridge" (TransformerBridge) or "hooked" (HookedTransformer, TransformerLens 3 only).
-        dtype: of the weights: float32, bfloat16, float16 or float64.
-        device: such as cpu, cuda, mps; chosen when left out.
-        revision: branch, tag or commit of a Hugging Face model.
-        trust_remote_code: run code that comes with a Hugging Face model.
-        without_suppression: leave out the edit that a checkpoint was trained under; its results say so.
-    """
-
-    model: str = DEFAULT_MODEL
-    backend: Literal["bridge", "hooked"] = "bridge"
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    device: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    without_suppression: bool = False
-
-    def load(self) -> Any:
-        model = models.load_model(
-            self.model,
-            backend=self.backend,
-            dtype=self.dtype,
-            device=self.device,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            without_suppression=self.without_suppression,
-        )
-        about = suppression_of(model)
-        if about is not None and about["status"] == "attached":
-            say(f"this model was trained under {Suppression.from_dict(about['settings']).words()}, which is on")
-        return model
 
 
 LOADING, PROFILE, SCALING = Loading(), ProfileSettings(), ScalingSettings()
@@ -618,6 +579,10 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train_command,
     "tokens": tokens_command,
     "cost": cost_command,
+    "compare": compare_command,
+    "compression-study": study_command,
+    "layer-choice": choice_command,
+    "compress": compress_command,
 }
 
 

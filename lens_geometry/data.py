@@ -142,7 +142,7 @@ def tokenize(
     ]
     if not pieces:
         raise DataError("the text has fewer than two tokens", where=text.name, cure="pass more text")
-    kept = [pieces[i] for i in _evenly_spaced(len(pieces), max_sequences)]
+    kept = [pieces[i] for i in evenly_spaced(len(pieces), max_sequences)]
     if text.arrangement == SHUFFLED:
         kept = [(at, start, shuffled(piece, seed=seed, document=at, start=start)) for at, start, piece in kept]
 
@@ -208,7 +208,7 @@ def _is_kept(length: int, start: int, room: int, drop_short: bool) -> bool:
     return size == room or (size >= 2 and (start == 0 or not drop_short))
 
 
-def _evenly_spaced(available: int, wanted: int | None) -> list[int]:
+def evenly_spaced(available: int, wanted: int | None) -> list[int]:
     """The middles of `wanted` equal stretches of `available` places; all of them when fewer are there."""
     if wanted is None or wanted >= available:
         return list(range(available))
@@ -258,7 +258,7 @@ def _repeated(model: Any, text: Text, room: int, max_sequences: int | None, bos:
 def _from_ids(model: Any, ids: Tensor, max_sequences: int | None) -> Tokens:
     """Token ids given by the caller, every one of them real."""
     check_ids(model, ids)
-    chosen = ids.detach().to("cpu", torch.int64)[_evenly_spaced(len(ids), max_sequences)]
+    chosen = ids.detach().to("cpu", torch.int64)[evenly_spaced(len(ids), max_sequences)]
     mask = torch.ones_like(chosen, dtype=torch.bool)
     about = {"text": "token ids", "source": "given by the caller", "licence": "unknown", "text_sha256": None}
     return Tokens(chosen, mask, tokens_meta(chosen, mask, about, available=len(ids), bos=None))

@@ -9,7 +9,19 @@ import numpy as np
 import pandas as pd
 
 from lens_geometry.axes import interval, number, require
+from lens_geometry.choice_sections import bits_sentence, drop_sentence
+from lens_geometry.compression_gate import (
+    COLUMNS,
+    LOSS,
+    PERPENDICULAR,
+    default_mode,
+    layer_rows,
+    measured,
+    site_row,
+    whole_row,
+)
 from lens_geometry.dissociation_verdict import VERDICTS, groups, label, verdict
+from lens_geometry.prediction_verdict import prediction_sentence
 from lens_geometry.repair_plots import entry
 from lens_geometry.results import Result
 
@@ -22,6 +34,7 @@ NO_HEADS = "What single heads cost was not measured."
 NO_REPAIR = "No repair of a pathway has a recovery: the damage could not be told from 0, or not be measured."
 NO_STRENGTH = "How much of its branch an edit changes was not measured."
 NO_ARMS = "No arm came to its end beside the baseline."
+NO_ERROR = "How a compressed model's updates differ from the dense model's was not measured."
 NO_GROWTH = "How displacements grow over several pushes was not measured."
 CONTROLS = {
     "isotropic": "an isotropic change of the same size",
@@ -36,20 +49,23 @@ def findings(results: Sequence[Result]) -> list[str]:
     Which update is most parallel (profile); what removal costs, and how its controls compare (scaling sweep); what
     single heads cost (head sweep); how much of its branch an edit changes (applied strength); whether direction and
     size hurt different things (dissociation); what comes back when one pathway is repaired (pathway repair); how
-    displacements grow over several pushes (mediators); what training without a part does (arms). Taken from the
-    first result of each kind; what such a result does not hold is said not to be measured. To cost more is to have
-    the higher change of loss. Two changes are called different only where their 95 % intervals are apart, or where
-    one of them has no interval, which is then said.
+    displacements grow over several pushes (mediators); what training without a part does (arms); what compression
+    does to the loss, and where and in which direction its error is (compression); which error predicts the damage
+    (error prediction); what chosen widths and blanked layers cost (layer choice). Taken from the first result of each
+    kind; what such a result does not hold is said not to be measured. To cost more is to have the higher change of
+    loss. Two changes are called different only where their 95 % intervals are apart, or where one of them has no
+    interval, which is then said.
 
     Raises ResultError for a table that lacks a column.
     """
     tables = {result.experiment: result.table for result in reversed(results)}
-    return [
+    told = [
         sentence(tables[experiment])
         for experiment, sentences in SENTENCES.items()
         if experiment in tables
         for sentence in sentences
     ]
+    return [words for words in told if words]
 
 
 def profile_sentence(table: pd.DataFrame) -> str:
@@ -255,6 +271,43 @@ def arms_sentence(table: pd.DataFrame) -> str:
     return f"Trained on equal tokens from equal weights ({seeds} seeds), beside the baseline end {'; '.join(words)}."
 
 
+def compression_sentence(table: pd.DataFrame) -> str:
+    """What compression does to the loss, how much of the error is perpendicular to the update, where it is largest."""
+    require(table, COLUMNS, "compression")
+    mode = default_mode(tuple(found for found, _ in measured(table)))
+    rows = layer_rows(table, mode, PERPENDICULAR)
+    rows = rows[np.isfinite(rows["mean"].astype(float)) & (rows["n_infinite"] == 0)]
+    change, told = whole_row(table, LOSS), []
+    if change is not None:
+        value, low, high = (float(change[name]) for name in ("mean", "ci_low", "ci_high"))
+        moved = "is not finite"
+        if math.isfinite(value):
+            verb = "raises" if low > 0 else "lowers" if high < 0 else "does not clearly change"
+            moved = f"{verb} the loss ({interval(value, low, high, signed=True)} nats per token)"
+        told.append(
+            f"Compression {moved}" if math.isfinite(value) else "The loss of the compressed model is not finite"
+        )
+    if rows.empty:
+        return f"{told[0]}; no finite error of its updates was measured." if told else NO_ERROR
+    shares = {site: site_row(table, mode, site, "perpendicular_share") for site in map(str, rows["site"].unique())}
+    share = _join(f"{number(100 * row['mean'])} % at {site}" for site, row in shares.items() if row is not None)
+    worst = rows.loc[rows["mean"].idxmax()]
+    size = interval(float(worst["mean"]), float(worst["ci_low"]), float(worst["ci_high"]))
+    told += [f"of the error's square, {share} is perpendicular to the dense update ({mode}, mean over layers)"] * bool(
+        share
+    )
+    told.append(
+        f"the perpendicular error is largest at {worst['site']} of layer {worst['layer']}, {size} of the update"
+    )
+    words = "; ".join(told)
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def layers_sentence(table: pd.DataFrame) -> str:
+    """Which error orders the layers of a variant by the loss of each alone; empty where that was not measured."""
+    return prediction_sentence(table, "layers")
+
+
 SENTENCES = {
     "profile": (profile_sentence,),
     "scaling_sweep": (removal_sentence, controls_sentence),
@@ -265,6 +318,9 @@ SENTENCES = {
     "pathway_repair": (repair_sentence,),
     "mediators": (mediators_sentence,),
     "compare_arms": (arms_sentence,),
+    "compression": (compression_sentence,),
+    "error_prediction": (prediction_sentence, layers_sentence),
+    "layer_choice": (bits_sentence, drop_sentence),
 }
 Change = tuple[float, float, float]
 

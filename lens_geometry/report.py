@@ -34,6 +34,7 @@ SHAPE = {  # of the model, in words
 }
 # experiments whose data are no text that others could share
 OWN_DATA = ("minimal_pairs", "continuations", "generation_profile", "evaluate", "train", "compare_arms")
+NO_SITES = ("none", "", "pooled")
 PACKAGES = ("python", "torch", "transformer-lens", "transformers")
 
 
@@ -84,8 +85,14 @@ def _name(result: Result, part: str, key: str) -> str:
     return str(about.get(key, "") if isinstance(about, dict) else about or "")
 
 
+def _model(result: Result) -> str:
+    """Which model a result is of, or which two it compares."""
+    one, other = _name(result, "model", "name") or _name(result, "base", "name"), _name(result, "compressed", "name")
+    return f"{other} against {one}" if other else one
+
+
 def _title(results: Sequence[Result]) -> str:
-    models = dict.fromkeys(_name(result, "model", "name") or "unnamed model" for result in results)
+    models = dict.fromkeys(_model(result) or "unnamed model" for result in results)
     texts = dict.fromkeys(_name(result, "data", "text") or "unnamed text" for result in results)
     return f"{', '.join(models)} on {', '.join(texts)}"
 
@@ -102,12 +109,12 @@ def _what_was_run(results: Sequence[Result]) -> str:
     else:
         size = next(iter(sizes.values()), "")
     tables = [result.table for result in results if "site" in result.table]
-    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site != "none")
+    sites = dict.fromkeys(str(site) for table in tables for site in table["site"].unique() if site not in NO_SITES)
     text_name = _name(results[0], "data", "text") or "an unnamed text"
     used = [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
     words = [
         " and ".join(dict.fromkeys(heading(result).lower() for result in results)),
-        f" of {_name(results[0], 'model', 'name') or 'an unnamed model'}",
+        f" of {_model(results[0]) or 'an unnamed model'}",
         f" ({', '.join(shape)})" if shape else "",
         f" on {size}{' of ' if size else ''}{text_name}",
         f"; at {', '.join(sites)}" if sites else "",
@@ -134,7 +141,7 @@ def _found(results: Sequence[Result]) -> str:
     if not items:
         return ""
     texts = [result for result in results if result.experiment not in OWN_DATA]
-    sources = {(_name(result, "model", "name"), _name(result, "data", "text")) for result in texts}
+    sources = {(_model(result), _name(result, "data", "text")) for result in texts}
     remarks = ["The results are of different models or texts: see each part."] if len(sources) > 1 else []
     if len({result.experiment for result in results}) < len(results):
         remarks.append("Where an experiment is here more than once, the sentences are about its first result.")

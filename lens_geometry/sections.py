@@ -12,6 +12,8 @@ from lens_geometry import html_pieces as pieces
 from lens_geometry.attention_sections import attention_section
 from lens_geometry.axes import interval, number, part_of
 from lens_geometry.basin_sections import basin_section, schedule_section
+from lens_geometry.choice_sections import choice_section
+from lens_geometry.compression_sections import compression_section, compression_warnings
 from lens_geometry.dissociation_sections import dissociation_section, dissociation_warnings
 from lens_geometry.effect_sections import heads_section, strength_section
 from lens_geometry.evaluation_sections import evaluation_section
@@ -19,6 +21,7 @@ from lens_geometry.mediator_sections import mediators_section
 from lens_geometry.pair_sections import pairs_section
 from lens_geometry.repair_sections import repair_section
 from lens_geometry.results import Result
+from lens_geometry.study_sections import prediction_section, study_section, study_warnings
 from lens_geometry.sweep_plots import SCALES, UNITS, control, series_labels
 from lens_geometry.training_sections import arms_section, run_section
 
@@ -41,6 +44,10 @@ TITLES = {
     "mediators": "Mediators of the damage",
     "train": "Training",
     "compare_arms": "Training without the parallel part",
+    "compression": "Compression error",
+    "compression_study": "Compressed variants",
+    "error_prediction": "What predicts the damage",
+    "layer_choice": "Layer choice",
 }
 SITES = {
     "attn": "what attention adds to the residual stream, against the stream it is added to",
@@ -283,6 +290,10 @@ SECTIONS = {
     "mediators": mediators_section,
     "train": run_section,
     "compare_arms": arms_section,
+    "compression": compression_section,
+    "compression_study": study_section,
+    "error_prediction": prediction_section,
+    "layer_choice": choice_section,
 }
 
 
@@ -309,6 +320,10 @@ def table_warnings(result: Result) -> list[str]:
         return [f"{counts[key]:,} of {len(table):,} rows {means}." for key, means in words.items() if key in counts]
     if result.experiment == "dissociation":
         return dissociation_warnings(table)
+    if result.experiment == "compression_study":
+        return study_warnings(table)
+    if result.experiment == "compression":
+        return compression_warnings(table)
     if result.experiment == "compare_arms":
         lost = table[(table["kind"] == "final") & (table["n_diverged"] > 0)].drop_duplicates("arm")
         return [

@@ -120,17 +120,22 @@ class RunningSummary:
         self.replicate_count += np.tensordot(weights, counts, 1)
         self.replicate_total += np.tensordot(weights, totals, 1)
 
+    def means(self) -> tuple[Floats, Floats]:
+        """The mean, [1 + group, metric], and that of each replicate, [replicate, 1 + group, metric]; pooled first."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = _pooled_first(self.total) / _pooled_first(self.count)
+            replicates = _pooled_first(self.replicate_total, 1) / _pooled_first(self.replicate_count, 1)
+        if self.sequences < 2:
+            replicates = np.full_like(replicates, np.nan)  # one sequence says nothing of how sequences differ
+        return mean, replicates
+
     def statistics(self) -> dict[str, Floats]:
         """mean, std, ci_low and ci_high, each [1 + group, metric]: all groups pooled, then each by itself."""
-        n, total, square = (_pooled_first(x) for x in (self.count, self.total, self.square))
+        mean, replicates = self.means()
+        n, square = _pooled_first(self.count), _pooled_first(self.square)
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = total / n
             variance = np.maximum(square / n - mean**2, 0.0) * n / (n - 1)
-            means = _pooled_first(self.replicate_total, 1) / _pooled_first(self.replicate_count, 1)
-            if self.sequences < 2:
-                means = np.full_like(means, np.nan)  # one sequence says nothing of how sequences differ
-        tail = (1 - CONFIDENCE) / 2
-        low, high = np.moveaxis(quantiles(np.moveaxis(means, 0, -1), (tail, 1 - tail)), -1, 0)
+        low, high = percentile_interval(replicates)
         return {"mean": mean, "std": np.sqrt(variance), "ci_low": low, "ci_high": high}
 
 

@@ -15,10 +15,10 @@ import zoo
 import lens_geometry as lg
 from lens_geometry import bundled, models, runner
 from lens_geometry.anatomy import attached
-from lens_geometry.cli import Loading
 from lens_geometry.edits import remove_diagonal, scale
 from lens_geometry.edits.noise import SharedNoise
 from lens_geometry.errors import HookError, ModelError, ResultError
+from lens_geometry.loading_options import HowLoaded, Loading
 from lens_geometry.prefix import Streams
 from lens_geometry.suppressed import read_suppression, save_suppression
 from lens_geometry.training.suppression import ARMS, Suppression, Suppressor, arm
@@ -199,7 +199,7 @@ def test_a_journal_of_the_bare_model_is_not_gone_on_with(plain: Path, bare: Any,
 
 def test_results_of_a_model_whose_suppression_was_left_out_say_so(plain: Path, bare: Any, tmp_path: Path) -> None:
     directory, _ = checkpoint(plain, tmp_path, arm("value"), bare)
-    model = Loading(str(directory), without_suppression=True).load()
+    model = Loading(str(directory), HowLoaded(without_suppression=True)).load()
     with pytest.warns(UserWarning, match="left out"):
         result = lg.profile(model, IDS, progress=False)
     assert result.meta["model"]["suppression"]["status"] == "left out"

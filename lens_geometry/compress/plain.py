@@ -93,7 +93,7 @@ def plain_of_hooked(model: Any) -> nn.Module:
         differs = ", ".join([*other, *biased[:1]]) or f"{norm} normalisation"
         raise ModelError(
             f"this HookedTransformer is no Llama ({differs}), and there is no Hugging Face model of it",
-            cure="use rtn, magnitude, wanda, low-rank, blank or drop, and keep the model in memory; or load it with "
+            cure="use rtn, magnitude, wanda, low-rank, blank or drop, and save it with save_hooked; or load it with "
             'backend="bridge"',
         )
     weights = hugging_face_weights(model)

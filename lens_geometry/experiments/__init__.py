@@ -3,12 +3,16 @@
 from lens_geometry.experiments.attention import AttentionSettings, attention_maps, diagonal_numbers
 from lens_geometry.experiments.basin import BasinSettings, basin
 from lens_geometry.experiments.calibration import principal_directions
+from lens_geometry.experiments.compression import CompressionSettings, compression_report
+from lens_geometry.experiments.compression_study import StudySettings, compression_study
 from lens_geometry.experiments.dissociation import dissociation, side_by_side
 from lens_geometry.experiments.dissociation_plan import DissociationSettings
+from lens_geometry.experiments.error_prediction import error_prediction
 from lens_geometry.experiments.evaluate import EvaluationSettings, evaluate, scaling_edits
 from lens_geometry.experiments.generation import GenerationSettings, continuations
 from lens_geometry.experiments.generation_profile import generation_profile
 from lens_geometry.experiments.heads import HeadSettings, head_sweep
+from lens_geometry.experiments.layer_choice import LayerChoiceSettings, layer_choice
 from lens_geometry.experiments.mediators import MediatorSettings, mediators
 from lens_geometry.experiments.mlp import MlpSettings, mlp_sweep
 from lens_geometry.experiments.pair_accuracy import PairSettings, minimal_pairs
@@ -25,10 +29,12 @@ __all__ = [
     "VARIANTS",
     "AttentionSettings",
     "BasinSettings",
+    "CompressionSettings",
     "DissociationSettings",
     "EvaluationSettings",
     "GenerationSettings",
     "HeadSettings",
+    "LayerChoiceSettings",
     "MediatorSettings",
     "MlpSettings",
     "PairSettings",
@@ -37,15 +43,20 @@ __all__ = [
     "ScalingSettings",
     "ScheduleSettings",
     "StrengthSettings",
+    "StudySettings",
     "applied_strength",
     "attention_maps",
     "basin",
+    "compression_report",
+    "compression_study",
     "continuations",
     "diagonal_numbers",
     "dissociation",
+    "error_prediction",
     "evaluate",
     "generation_profile",
     "head_sweep",
+    "layer_choice",
     "mediators",
     "minimal_pairs",
     "mlp_sweep",

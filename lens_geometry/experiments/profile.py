@@ -21,6 +21,7 @@ from torch import Tensor
 from lens_geometry.anatomy import at_rest, inspect, n_vectors
 from lens_geometry.edits import applied, observe
 from lens_geometry.errors import GeometryError, SiteError
+from lens_geometry.experiments.token_sums import add_tokens
 from lens_geometry.geometry import METRICS, Lengths, lengths, metrics_of
 from lens_geometry.results import Result
 from lens_geometry.runner import RunSettings, at_least, bar, batches, prepare, provenance
@@ -171,17 +172,7 @@ class _Accumulator:
         sampled[:, self.slots] = rearrange(found, "length batch pos group -> length (batch pos) group")[:, self.places]
 
     def _sum(self, site: str, layer: int, found: Lengths, real: Tensor) -> None:
-        values = torch.stack(list(metrics_of(found).values())).double()  # [metric, batch, pos, group]
-        finite = torch.isfinite(values) & real
-        kept = torch.where(finite, values, 0.0)
-
-        def per_sequence(x: Tensor) -> NDArray[np.float64]:
-            return rearrange(x.double().sum(2), "metric batch group -> batch group metric").numpy()
-
-        summary = self.summaries[site, layer]
-        summary.add(per_sequence(finite), per_sequence(kept), per_sequence(kept.square()), self.weights)
-        summary.infinite += rearrange((values.isinf() & real).sum((1, 2)), "metric group -> group metric").numpy()
-        summary.undefined += rearrange((values.isnan() & real).sum((1, 2)), "metric group -> group metric").numpy()
+        add_tokens(self.summaries[site, layer], torch.stack(list(metrics_of(found).values())), real, self.weights)
         squares = torch.stack(
             [
                 found.update.double() ** 2,
