@@ -236,7 +236,8 @@ def _library_copy(plain: nn.Module) -> Any:
     for name, module in list(copied.named_modules()):
         if type(module).__name__ == "Conv1D":
             weight: Tensor = module.weight  # type: ignore[assignment]
-            linear = nn.Linear(weight.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device)
+            with torch.random.fork_rng(devices=[]):
+                linear = nn.Linear(weight.shape[0], weight.shape[1], dtype=weight.dtype, device="cpu").to(weight.device)
             linear.weight.copy_(weight.T)
             linear.bias.copy_(module.bias)  # type: ignore[arg-type]
             copied.set_submodule(name, linear)

@@ -141,13 +141,14 @@ def returned(model: Any, copied: nn.Module) -> Any:
     build = importlib.import_module("transformer_lens.model_bridge.sources").build_bridge_from_module
     native = type(copied).__name__ == NATIVE
     config = {"tl_config": _config_of(copied)} if native else {"hf_config": copied.config}
-    bridge = build(
-        copied,
-        architecture=model.cfg.architecture,
-        model_name=model.cfg.model_name,
-        device=str(next(copied.parameters()).device),
-        **config,
-    )
+    with torch.random.fork_rng(devices=[]):
+        bridge = build(
+            copied,
+            architecture=model.cfg.architecture,
+            model_name=model.cfg.model_name,
+            device=str(next(copied.parameters()).device),
+            **config,
+        )
     bridge.tokenizer = copy.deepcopy(model.tokenizer)
     for name in POLICY:
         if hasattr(model.cfg, name):
