@@ -19,6 +19,7 @@ import tyro
 from lens_geometry import models, summaries
 from lens_geometry.attention_plots import attention_html
 from lens_geometry.compare_commands import compare_command
+from lens_geometry.compress_commands import compress_command
 from lens_geometry.compression_commands import choice_command, study_command
 from lens_geometry.data import load_text
 from lens_geometry.errors import LensGeometryError
@@ -581,6 +582,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare_command,
     "compression-study": study_command,
     "layer-choice": choice_command,
+    "compress": compress_command,
 }
 
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partialmethod
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lens_geometry.bundled import byte_tokenizer
 from lens_geometry.compress.calibrating import Calibration, calibration_of
 from lens_geometry.compress.matrices import Matrix, matrices
-from lens_geometry.compress.plain import NATIVE, fill_hooked, fresh_copy, is_hooked, plain_of_hooked
+from lens_geometry.compress.plain import NATIVE, fresh_copy, is_hooked, plain_of_hooked
 from lens_geometry.compress.pruning import parse_pattern, pruned_share
 from lens_geometry.compress.records import Step, Work, stored_sparse
 from lens_geometry.compress.rounding import Bits, bits_by_layer, check_grid, stored_rounded
@@ -30,7 +31,6 @@ from lens_geometry.compressed import DENSE_BITS, Storage
 from lens_geometry.errors import CompressionError, ModelError
 
 LOGS = ("LLM_COMPRESSOR_LOG_DISABLED", "COMPRESSED_TENSORS_LOG_DISABLED")
-_NOT_FOLLOWED = ("v_proj", "qkv_proj")  # rescaling values would leave value space without a counterpart
 
 
 def gptq(
@@ -71,11 +71,11 @@ def awq(
     symmetric: bool = False,
     layers: Any = None,
 ) -> Any:
-    """A new model rounded to nearest after AWQ: inputs that matter are scaled up, and the norm (or W_in) before down.
+    """A new model rounded to nearest after AWQ: inputs that matter are scaled up before, and so lose less.
 
-    So norms' weights change too, and what stands between a norm and its matrices is scaled: compare the outputs of
-    attention, MLP and block, not post-norm activations or the MLP's carrier. Values keep their scale (llmcompressor's
-    scaling of W_V against W_O is left out), so that value space can be compared.
+    Where a kernel would keep the scaled weights, and norms scaled the other way, the model that is returned has the
+    scaling undone in both: the same function, with norms untouched, so that its weights, its values and everything
+    between a norm and a matrix compare with the uncompressed model's.
 
     Arguments and errors are those of `gptq`; ModelError also for a model whose norms AWQ does not know.
     """
@@ -143,7 +143,7 @@ def _rounded(
             return [library("modifiers.gptq").GPTQModifier(config_groups=groups, ignore=[])]
         transform = library("modifiers.transform.awq")
         rounding = library("modifiers.quantization").QuantizationModifier(config_groups=groups, ignore=[])
-        return [transform.AWQModifier(mappings=_mappings(transform, plain, names)), rounding]
+        return [transform.AWQModifier(mappings=_mappings(transform, plain)), rounding]
 
     def stored(matrix: Matrix, new: Tensor, before: Storage) -> Storage:
         return stored_rounded(before, new, by_layer[matrix.layer], group_size, symmetric)
@@ -185,24 +185,14 @@ def _compress(
     blocks = list(dict.fromkeys(_block_of(name) for name in names))
     with _progress(changed, names, blocks):
         _run(library, changed, recipe(names, blocks, changed), text)
-    new = {matrix.key: _effective(changed.get_submodule(matrix.name)) for matrix in targets}
+    plain_now = {matrix.key: matrix.read() for matrix in targets}
+    new = {m.key: _unscaled(plain_now[m.key], changed.get_submodule(m.name), m.name) for m in targets}
 
     def change(matrix: Matrix, weight: Tensor, before: Storage) -> tuple[Tensor, Storage]:
         return new[matrix.key].to(weight), stored(matrix, new[matrix.key], before)
 
     work.change(change)
-    with torch.no_grad():  # norms, which AWQ scales, and biases
-        given = dict(changed.named_parameters())
-        for name, parameter in plain.named_parameters():
-            if name in given and parameter.ndim == 1:
-                parameter.copy_(given[name])
-        for matrix in targets:
-            matrix.write(new[matrix.key])
-        if is_hooked(work.copied):
-            fill_hooked(work.copied, plain)
-        else:
-            for name, parameter in work.copied.named_parameters():
-                parameter.copy_(dict(plain.named_parameters())[name])
+    _require_same_function(changed, work.copied, text)
 
 
 @contextlib.contextmanager
@@ -218,11 +208,15 @@ def _progress(model: nn.Module, names: Sequence[str], blocks: Sequence[str]) -> 
             return passed
 
         own = tqdm.__init__
+
+        def silent(self: Any, *given: Any, **named: Any) -> None:
+            own(self, *given, **{**named, "disable": True})
+
         try:
             for number, block in enumerate(blocks):
                 first = next(name for name in names if _block_of(name) == block)
                 handles.append(model.get_submodule(first).register_forward_pre_hook(hook(number)))
-            tqdm.__init__ = partialmethod(own, disable=True)
+            tqdm.__init__ = silent
             yield
         finally:
             tqdm.__init__ = own
@@ -242,7 +236,8 @@ def _library_copy(plain: nn.Module) -> Any:
     for name, module in list(copied.named_modules()):
         if type(module).__name__ == "Conv1D":
             weight: Tensor = module.weight  # type: ignore[assignment]
-            linear = nn.Linear(weight.shape[0], weight.shape[1], dtype=weight.dtype, device=weight.device)
+            with torch.random.fork_rng(devices=[]):
+                linear = nn.Linear(weight.shape[0], weight.shape[1], dtype=weight.dtype, device="cpu").to(weight.device)
             linear.weight.copy_(weight.T)
             linear.bias.copy_(module.bias)  # type: ignore[arg-type]
             copied.set_submodule(name, linear)
@@ -250,23 +245,77 @@ def _library_copy(plain: nn.Module) -> Any:
 
 
 @torch.no_grad()
+def _unscaled(before: Float[Tensor, "out in"], module: Any, name: str) -> Float[Tensor, "out in"]:
+    """What a matrix has become, with the scaling of its inputs and outputs undone.
+
+    AWQ makes a_i W_ij b_j of W and rounds that; a and b are found by least squares, and are 1 where nothing was scaled
+    (GPTQ and SparseGPT, which change the weights themselves, have a and b left at 1).
+    """
+    after = _effective(module)
+    scaled = module.weight.detach().double()
+    if getattr(module, "quantization_scheme", None) is None or torch.equal(scaled.to(after), after):
+        return after  # nothing is left to be rounded: the weights themselves were changed
+    working = before.double()
+    rows, columns = torch.ones_like(working[:, :1]), torch.ones_like(working[:1])
+    for _ in range(20):
+        made = rows * working
+        columns = _ratio((made * scaled).sum(0, keepdim=True), made.square().sum(0, keepdim=True))
+        made = working * columns
+        rows = _ratio((made * scaled).sum(1, keepdim=True), made.square().sum(1, keepdim=True))
+    off = float((rows * working * columns - scaled).norm() / scaled.norm())
+    if not off <= (1e-4 if after.dtype in (torch.float32, torch.float64) else 1e-2):
+        raise CompressionError(
+            f"AWQ did something else to this matrix than to scale its rows and columns (off by {off:.2g})",
+            where=name,
+            cure="use gptq or rtn",
+        )
+    return (after.double() / (rows * columns)).to(after.dtype)
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """1 where there is nothing to compare: a row or column of zeros."""
+    return torch.where(below > 0, above / below.clamp_min(torch.finfo(below.dtype).tiny), 1.0)
+
+
+@torch.no_grad()
+def _require_same_function(changed: Any, copied: Any, text: Calibration) -> None:
+    """Raise CompressionError unless the dense model does what llmcompressor's does."""
+    ids = text.batches()[0][:1].to(next(copied.parameters()).device)
+    output = copied(ids)
+    given = (output if isinstance(output, Tensor) else output.logits).float()
+    expected = changed(input_ids=ids, use_cache=False).logits.float()
+    off = float((given - expected).norm() / expected.norm())
+    if not off <= (1e-3 if next(copied.parameters()).dtype in (torch.float32, torch.float64) else 5e-2):
+        raise CompressionError(
+            f"the logits of the dense model differ from llmcompressor's by {off:.2g}",
+            cure="install the version of llmcompressor that constraints.txt names",
+        )
+
+
+@torch.no_grad()
 def _effective(module: Any) -> Tensor:
-    """The matrix [out, in] that a linear map multiplies with, whatever was wrapped around it.
+    """The matrix [out, in] that a linear map multiplies with, its rounding done.
 
-    What it does to unit vectors: each output is one weight plus zeros, hence exact.
+    Raises CompressionError where that is not what the map does: it is checked on a few inputs.
     """
-    bias, module.bias = module.bias, None
-    units = torch.eye(module.in_features, dtype=module.weight.dtype, device=module.weight.device)
-    found = module(units).T.clone()
-    module.bias = bias
-    return found  # type: ignore[no-any-return]
+    weight, scheme = module.weight.detach().clone(), getattr(module, "quantization_scheme", None)
+    if scheme is not None:
+        rounding = importlib.import_module("compressed_tensors.quantization")
+        weight = rounding.forward_quantize(module, weight, "weight", scheme.weights)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4, weight.shape[1], generator=generator).to(weight)
+    bias = None if module.bias is None else module.bias.detach()
+    expected, given = module(inputs).float(), nn.functional.linear(inputs, weight, bias).float()
+    if not torch.allclose(given, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise CompressionError(
+            "a matrix that llmcompressor returned does something else than its weights say",
+            cure="install the version of llmcompressor that constraints.txt names",
+        )
+    return weight.clone()  # type: ignore[no-any-return]
 
 
-def _mappings(transform: Any, plain: nn.Module, names: Sequence[str]) -> list[Any]:
-    """Which norms and matrices AWQ scales against which, but for those that would rescale values.
-
-    Raises ModelError where nothing of this is known for the class.
-    """
+def _mappings(transform: Any, plain: nn.Module) -> list[Any]:
+    """Which norms and matrices AWQ scales against which. Raises ModelError for a class it knows nothing of."""
     known = importlib.import_module(f"{transform.__name__}.mappings")
     dynamic = importlib.import_module(f"{transform.__name__}.dynamic_mappings")
     kind = type(plain).__name__
@@ -279,10 +328,12 @@ def _mappings(transform: Any, plain: nn.Module, names: Sequence[str]) -> list[An
         "OPTForCausalLM": (
             ("self_attn_layer_norm", ("q_proj", "k_proj", "v_proj")),
             ("layers.*final_layer_norm", ("fc1",)),
+            ("v_proj", ("out_proj",)),
         ),
         "StableLmForCausalLM": (
             ("input_layernorm", ("q_proj", "k_proj", "v_proj")),
             ("post_attention_layernorm", ("gate_proj", "up_proj")),
+            ("v_proj", ("o_proj",)),
             ("up_proj", ("down_proj",)),
         ),
     }
@@ -293,8 +344,7 @@ def _mappings(transform: Any, plain: nn.Module, names: Sequence[str]) -> list[An
         ]
     if kind not in known.AWQ_MAPPING_REGISTRY:
         raise ModelError(f"which norms AWQ may scale in a {kind} is not known", cure="use gptq or rtn")
-    found = dynamic.get_layer_mappings_from_model(plain)
-    return [m for m in found if not any(name in m.smooth_layer for name in _NOT_FOLLOWED)]
+    return list(dynamic.get_layer_mappings_from_model(plain))
 
 
 def _library() -> Callable[[str], Any]:
@@ -349,7 +399,8 @@ def _run(library: Callable[[str], Any], plain: Any, modifiers: list[Any], text: 
 @contextlib.contextmanager
 def _undisturbed(library: Callable[[str], Any]) -> Iterator[None]:
     """llmcompressor without its log, and without pinned memory where there is no accelerator to move it to."""
-    logger = importlib.import_module("loguru").logger
+    logger, tracing = importlib.import_module("loguru").logger, logging.getLogger("torch.fx._symbolic_trace")
+    heard = tracing.disabled
     cache = library("pipelines.cache").IntermediatesCache
     pinning, tokenizers = cache.pin_memory, os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -361,13 +412,14 @@ def _undisturbed(library: Callable[[str], Any]) -> Iterator[None]:
     except ValueError:
         logger.level("METRIC", no=38)
     try:
+        tracing.disabled = True  # it warns of llmcompressor's way to ask whether it traces
         if not torch.accelerator.is_available():
             cache.pin_memory = lambda *_, **__: None
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             yield
     finally:
-        cache.pin_memory = pinning
+        cache.pin_memory, tracing.disabled = pinning, heard
         for name in ("llmcompressor", "compressed_tensors"):
             logger.enable(name)
         if tokenizers is None:

@@ -115,16 +115,6 @@ def plain_of_hooked(model: Any) -> nn.Module:
     return plain  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
-def fill_hooked(model: Any, plain: nn.Module) -> None:
-    """Give a HookedTransformer the weights of a plain model of its shape, as `plain_of_hooked` makes one."""
-    own = dict(model.named_parameters())
-    for name, weight in loaders.hooked_weights(plain, model.cfg).items():
-        if name in own:
-            own[name].copy_(weight)
-    _require_same(model, plain)
-
-
 def _require_same(model: Any, plain: nn.Module) -> None:
     """Raise ModelError unless the logits of a plain model are those of the TransformerLens one."""
     tokens = probe_tokens(model)
@@ -151,13 +141,14 @@ def returned(model: Any, copied: nn.Module) -> Any:
     build = importlib.import_module("transformer_lens.model_bridge.sources").build_bridge_from_module
     native = type(copied).__name__ == NATIVE
     config = {"tl_config": _config_of(copied)} if native else {"hf_config": copied.config}
-    bridge = build(
-        copied,
-        architecture=model.cfg.architecture,
-        model_name=model.cfg.model_name,
-        device=str(next(copied.parameters()).device),
-        **config,
-    )
+    with torch.random.fork_rng(devices=[]):
+        bridge = build(
+            copied,
+            architecture=model.cfg.architecture,
+            model_name=model.cfg.model_name,
+            device=str(next(copied.parameters()).device),
+            **config,
+        )
     bridge.tokenizer = copy.deepcopy(model.tokenizer)
     for name in POLICY:
         if hasattr(model.cfg, name):
