@@ -91,8 +91,9 @@ def judge(
     Args:
         table: of `compression_report`.
         max_perpendicular: the most that |e_perp|/|u| may be on average over tokens, in every layer at every site of
-            the table (value heads pooled). A layer where it is infinite for a token is over every bound.
-        max_loss_change: the most that the loss may rise, in nats per token.
+            the table (value heads pooled). A layer where it is infinite for a token is over every bound; one that adds
+            nothing in either model is under all of them.
+        max_loss_change: the most that the loss may rise, in nats per token; one token without a loss is over it.
         mode: whose perpendicular errors: by default "local" where it was run, else "propagated".
 
     Raises:
@@ -148,9 +149,14 @@ def default_mode(modes: tuple[str, ...]) -> Mode:
 
 
 def _offence(row: dict[str, Any], bound: float) -> Offence | None:
-    value, infinite = float(row["mean"]), int(row["n_infinite"])
+    value, infinite, undefined = float(row["mean"]), int(row["n_infinite"]), int(row["n_undefined"])
+    nothing_there = row["metric"] == PERPENDICULAR and not row["n_tokens"] and not infinite and undefined
+    if nothing_there:  # 0 / 0 everywhere: the dense layer adds nothing, and the compressed one does neither
+        return None
     if not math.isfinite(value):
         reason = "is not finite"
+    elif row["metric"] == LOSS and undefined:
+        reason = f"is not finite for {undefined:,} of {int(row['n_tokens']) + undefined:,} tokens"
     elif infinite:
         reason = f"is infinite for {infinite:,} of {int(row['n_tokens']) + infinite:,} tokens"
     elif value > bound:

@@ -290,6 +290,27 @@ def test_models_of_two_dtypes_are_refused(pair):
         lg.compression_report(pair[0], zoo.build("llama_gqa"), zoo.tokens(2, 6), **QUIET)
 
 
+def test_models_under_two_edits_are_refused(monkeypatch, pair):
+    described = lg.models.describe
+    edit = {"status": "attached", "settings": {"site": "value"}}
+    monkeypatch.setattr(lg.models, "describe", lambda m: described(m) | ({"suppression": edit} if m is pair[1] else {}))
+    with pytest.raises(ModelError, match="base none; compressed attached"):
+        lg.compression_report(*pair, zoo.tokens(2, 6), **QUIET)
+
+
+def test_the_weights_of_a_bridges_own_queries_keys_and_values_count_once():
+    base = zoo.build("neox")
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            if "layers.1." in name and weight.ndim > 1 and "qkv" not in name:
+                weight.mul_(1.5)
+    table = lg.compression_report(base, other, zoo.tokens(2, 6), sites=("block",), **QUIET).table
+    errors = table[table["metric"] == "weight_error"].set_index("layer")["mean"]
+    assert errors[1] == pytest.approx(0.5)
+    assert errors[0] == 0
+
+
 def test_sites_of_two_shapes_are_refused_and_a_narrower_mlp_is_not():
     base, narrow = zoo.build("llama_gqa"), zoo.build("llama_gqa", d_mlp=80, fresh=True)
     table = lg.compression_report(base, narrow, zoo.tokens(2, 6), sites=("mlp",), **QUIET).table

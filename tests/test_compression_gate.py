@@ -311,3 +311,11 @@ def test_the_summaries_name_every_offending_layer_and_set_models_side_by_side():
     assert verdict_summary(judge(result.table)) == ""
     beside = models_summary([(result, verdict), (result, judge(result.table, 0.9))]).splitlines()
     assert [line.split()[-1] for line in beside[2:]] == ["failed", "passed"]
+
+
+def test_a_layer_that_adds_nothing_in_either_model_passes_and_one_lost_loss_fails():
+    place = at("attn", 5)
+    idle = changed(compression_table(), place, mean=math.nan, n_tokens=0, n_undefined=252)
+    assert all(found.layer != 5 or found.site != "attn" for found in judge(idle, 0.1).offending)
+    lost = changed(compression_table(), LOSS, n_undefined=3)
+    assert "is not finite for 3 of" in judge(lost, max_loss_change=10.0).offending[0].reason

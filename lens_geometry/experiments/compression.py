@@ -8,6 +8,7 @@ blocks before it made. Both models go through the text side by side, one block's
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -166,7 +167,8 @@ def _caveats(meta: dict[str, Any], weights: Any) -> list[str]:
             "rounding are theirs, not the compression's"
         )
     elif base["fingerprint"] == compressed["fingerprint"]:
-        found.append("both models have the same weights")
+        found.append("both models have the same weights: there is nothing to compare")
+        warnings.warn(found[-1], stacklevel=3)
     if meta["calibration"]["shared"]:
         found.append(f"{meta['calibration']['shared']} windows of this text are in the calibration text")
     if not meta["calibration"]["known"]:

@@ -81,6 +81,17 @@ def require_counterparts(base: Any, compressed: Any, sites: Sequence[str]) -> No
                 where=f"{about['name']} and {other['name']}",
                 cure="compare a model with a compressed form of the same model, loaded in the same way",
             )
+    words = [
+        "none" if edit is None else f"{edit['status']}: {edit['settings']}"
+        for edit in (about["suppression"], other["suppression"])
+    ]
+    if words[0] != words[1]:
+        raise ModelError(
+            f"the edits that the models were trained under differ (base {words[0]}; compressed {words[1]}): their "
+            "effect would be taken for an error of compression",
+            where=f"{about['name']} and {other['name']}",
+            cure="load both with it or both without (without_suppression=True); save_compressed keeps it",
+        )
     if about["dtype"] != other["dtype"]:
         raise ModelError(
             f"the base is in {about['dtype']} and the compressed model in {other['dtype']}: rounding would be taken "
@@ -177,7 +188,10 @@ def weight_errors(base: Any, compressed: Any) -> dict[int, tuple[float, float]] 
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in model.named_parameters():
+    named = dict(model.named_parameters())
+    for name, weight in named.items():
+        if ".qkv." in name and name.replace(".qkv.", ".q.") in named:
+            continue  # a bridge computes with its own copies of q, k and v
         bias = name.rsplit(".", 1)[-1].lstrip("_").startswith("b")  # HookedTransformer's have heads
         if weight.ndim > 1 and not bias and _BLOCK.search(name):
             yield name, weight
