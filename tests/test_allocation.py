@@ -85,3 +85,19 @@ def test_a_shuffle_keeps_the_mix_and_the_budget():
     found = {shuffled((1, 1, 0, 0), sizes, 6, np.random.default_rng(seed)) for seed in range(20)}
     assert found == {(1, 0, 1, 0), (0, 1, 1, 0)}  # the last layer's larger choice does not fit
     assert shuffled((1, 1), np.ones((2, 2)), 5, np.random.default_rng(0)) is None
+
+
+def test_thirty_layers_are_allocated_as_by_dynamic_programming():
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        costs, sizes = rng.exponential(size=(30, 5)), rng.integers(1, 40, size=(30, 5))
+        budget = int(0.4 * sizes.sum(1).mean() * 30 / 2.5)
+        least = np.zeros(budget + 1)  # by room, for no layer yet
+        for cost, size in zip(costs, sizes, strict=True):
+            options = np.full((5, budget + 1), np.inf)
+            for choice in range(5):
+                options[choice, size[choice] :] = cost[choice] + least[: budget + 1 - size[choice]]
+            least = options.min(0)
+        chosen = allocate(costs, sizes, budget)
+        assert total(sizes, chosen) <= budget
+        assert sum(costs[layer, c] for layer, c in enumerate(chosen)) == pytest.approx(least[budget], rel=1e-9)
