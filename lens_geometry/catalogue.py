@@ -78,7 +78,7 @@ def hub_reachable(timeout: float = 3.0) -> bool:
 
     False at once where HF_HUB_OFFLINE is set.
     """
-    if importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE:
+    if importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE:
         return False
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -100,7 +100,7 @@ def hub_reachable(timeout: float = 3.0) -> bool:
 
 def hub_address() -> str:
     """The hub that huggingface_hub talks to ($HF_ENDPOINT, normally https://huggingface.co)."""
-    return str(importlib.import_module("huggingface_hub").constants.ENDPOINT)
+    return str(importlib.import_module("huggingface_hub.constants").ENDPOINT)
 
 
 def did_you_mean(name: str) -> str:

@@ -20,7 +20,7 @@ from lens_geometry.errors import DataError, ResultError
 from lens_geometry.experiments import CompressionSettings, compression_report
 from lens_geometry.loading_options import DEFAULT_TEXT, HowLoaded
 from lens_geometry.models import OFFLINE_NAMES
-from lens_geometry.results import Result, replace_file
+from lens_geometry.results import RESULT_FILES, Result, replace_file
 from lens_geometry.sequence_files import load_tokens
 
 HOW, COMPRESSION = HowLoaded(), CompressionSettings()
@@ -68,8 +68,7 @@ def compare_command(
         raise DataError("there is no compressed model to compare", cure="lens-geometry compare BASE COMPRESSED")
     mode = _gated_mode(settings, max_perpendicular, max_loss_change, gate_mode)
     _check_data(text, tokens, settings)
-    for path in (*filter(None, [json_path]), *markdown):
-        _require_writable(path)
+    _check_paths([*filter(None, [json_path]), *markdown], _places(out, compressed))
     loads = _loaders(how, base, compressed)
     model = loads[base].load(base)
     data = load_tokens(
@@ -86,6 +85,8 @@ def compare_command(
         if len(compressed) > 1:
             print(f"{name}:")
         print(compression_summary(result.table))
+        for line in result.meta["warnings"]:
+            print(f"take note: {line}")
         print(f"saved: {saved}")
         compared.append((result, judge(result.table, max_perpendicular, max_loss_change, mode)))
     if len(compared) > 1:
@@ -141,6 +142,16 @@ def _places(out: Path, names: Sequence[str]) -> list[Path]:
         again = [plain, *(f"{plain}-{number}" for number in range(2, len(names) + 2))]
         found.append(next(out / each for each in again if out / each not in found))
     return found
+
+
+def _check_paths(paths: Sequence[Path], results: Sequence[Path]) -> None:
+    """Raise for a summary that cannot be written, or would be written over another or over a result's own file."""
+    taken = {(place / file).absolute() for place in results for file in RESULT_FILES}
+    for path in paths:
+        if path.absolute() in taken:
+            raise DataError("two files would be written to one path", where=str(path), cure="give each its own path")
+        taken.add(path.absolute())
+        _require_writable(path)
 
 
 def _require_writable(path: Path) -> None:

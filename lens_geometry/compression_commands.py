@@ -16,7 +16,7 @@ from lens_geometry.experiments import (
 from lens_geometry.loading_options import DEFAULT_TEXT, Loading
 from lens_geometry.study_summaries import choice_summary, prediction_summary, study_summary
 
-DEFAULT_CALIBRATION = "moby-dick"
+CALIBRATIONS = ("moby-dick", "austen")  # the first that is not evaluated
 LOADING, STUDY, CHOICE = Loading(), StudySettings(), LayerChoiceSettings()
 
 
@@ -24,7 +24,7 @@ def study_command(
     loading: Loading = LOADING,
     variants: tuple[str, ...] = (),
     text: str = DEFAULT_TEXT,
-    calibration: str = DEFAULT_CALIBRATION,
+    calibration: str | None = None,
     out: Path = Path("results/compression-study"),
     settings: StudySettings = STUDY,
 ) -> int:
@@ -37,12 +37,14 @@ def study_command(
         loading: which dense model.
         variants: such as rtn:bits=4,group_size=64; about thirty of every method when left out.
         text: "austen", "moby-dick", "python", a .txt file, a directory of them, or hf:... for a Hugging Face data set.
-        calibration: likewise, for the methods that are calibrated; another text than the one that is evaluated.
+        calibration: likewise, for the methods that are calibrated; another text than the one that is evaluated
+            (moby-dick when left out, or austen where that is evaluated).
         out: directory of the study's table and figure, of a report for each variant, and, in PREDICTION, of what
             predicts the damage.
         settings: what is compared, on how much text.
     """
     _check_texts(text, calibration)
+    calibration = calibration or next(name for name in CALIBRATIONS if name != text)
     model = loading.load()
     study = compression_study(
         model, variants or None, load_text(text), settings, calibration=load_text(calibration), out=out

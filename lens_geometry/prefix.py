@@ -89,7 +89,7 @@ def can_start_inside(model: Any) -> bool:
 
 
 def _try(model: Any) -> bool:
-    layers = sorted({1, inspect(model).n_layers - 1} - {0})
+    layers = sorted({1, inspect(model).n_layers - 1} & set(range(1, inspect(model).n_layers)))
     streams: dict[int, Tensor] = {}
 
     def keeper(layer: int) -> Any:

@@ -21,6 +21,7 @@ import plotly.graph_objects as go
 from lens_geometry import plots
 from lens_geometry.errors import ResultError
 
+RESULT_FILES = ("table.parquet", "table.csv", "meta.json", "figure.html")
 PACKAGES = ("lens-geometry", "torch", "transformer-lens", "transformers", "numpy", "pandas", "scipy")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def _json_lines(path: Path) -> Lines:
     for number, line in _lines(path):
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"the line is no JSON ({error})", where=_at(path, number), cure="write [3, 17, 4]"
             ) from error
@@ -167,10 +168,14 @@ def _text_lines(path: Path) -> Lines:
 
 
 def _csv_lines(path: Path) -> Lines:
-    return [
-        (number, [_an_id(cell.strip(), path, number) for cell in next(csv.reader([line])) if cell.strip()])
-        for number, line in _lines(path)
-    ]
+    rows = []
+    for number, line in _lines(path):
+        try:
+            cells = next(csv.reader([line]))
+        except csv.Error as error:
+            raise DataError(f"the line is no CSV ({error})", where=_at(path, number), cure="write 3,17,4") from error
+        rows.append((number, [_an_id(cell.strip(), path, number) for cell in cells if cell.strip()]))
+    return rows
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
@@ -184,11 +189,11 @@ _READERS: dict[str, Callable[[Path], Lines]] = {".jsonl": _json_lines, ".txt": _
 
 def _an_id(value: Any, path: Path, line: int) -> int:
     """One id. Raises DataError, naming the line, for what is none."""
-    if isinstance(value, str) and value.lstrip("+-").isascii() and value.lstrip("+-").isdigit():
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,30}", value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         cure = "write whole numbers alone, without a header or names"
-        raise DataError(f"{value!r} is no integer", where=_at(path, line), cure=cure)
+        raise DataError(f"{repr(value)[:60]} is no integer", where=_at(path, line), cure=cure)
     if value < 0:
         cure = "leave padding out: sequences may have different lengths"
         raise DataError(f"the id {value} is negative", where=_at(path, line), cure=cure)

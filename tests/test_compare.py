@@ -86,12 +86,20 @@ def test_a_bound_fails_with_the_layers_named_and_every_file_written(capsys, tmp_
     assert markdown.read_text().startswith("**✅ Compression error: passed**")
 
 
+def test_files_that_would_be_written_over_each_other_are_refused(capsys, tmp_path, rounded):
+    for more in (["--json", tmp_path / "x", "--markdown", tmp_path / "x"], ["--json", tmp_path / "meta.json"]):
+        code, _, error = run(capsys, "tiny-random-llama", rounded, *on_text(rounded), "--out", tmp_path, *more)
+        assert code == 2
+        assert "two files would be written to one path" in error
+
+
 def test_without_a_bound_it_measures_and_ends_with_0(capsys, tmp_path, rounded):
     few = ["--modes", "local", "--sites", "mlp", "--out", tmp_path]
     code, out, _ = run(capsys, "tiny-random-llama", rounded, *on_text(rounded), *few)
     assert code == 0
     assert "worst layer" in out
     assert "failed" not in out
+    assert "take note: whether the compressed model was calibrated on this text is not known" in out
     assert set(Result.load(tmp_path).table["site"]) == {"mlp", ""}
 
 

@@ -290,6 +290,33 @@ def test_models_of_two_dtypes_are_refused(pair):
         lg.compression_report(pair[0], zoo.build("llama_gqa"), zoo.tokens(2, 6), **QUIET)
 
 
+@pytest.mark.skipif(zoo.MAJOR > 3, reason="TransformerLens 4 has no HookedTransformer")
+def test_a_model_of_one_layer_can_be_compared():
+    import transformer_lens
+
+    settings = dict(n_layers=1, d_model=16, d_head=8, n_ctx=12, d_vocab=20, act_fn="gelu", seed=0)
+    with zoo.quiet():
+        base = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings)).eval()
+    ids = torch.arange(16).reshape(2, 8)
+    table = lg.compression_report(base, lg.compress.round_to_nearest(base, bits=3), ids, **QUIET).table
+    values = table[table["layer"] == 0].set_index(["mode", "site", "head", "metric"])["mean"]
+    for site in ("attn", "mlp", "block"):
+        assert values["local", site, pd.NA, "error"] == values["propagated", site, pd.NA, "error"] > 0.01
+
+
+def test_short_calibration_sequences_are_known_again():
+    base, text = lg.load_model("twin-rmsnorm"), lg.load_text("austen", max_characters=4000)
+    ids = lg.tokenize(base, text, sequence_length=20, max_sequences=9).ids
+    mask = torch.ones(9, 40, dtype=torch.bool)
+    mask[:8, 20:] = False
+    padded = torch.zeros(9, 40, dtype=torch.int64)
+    padded[:, :20], padded[8, 20:] = ids, ids[8].flip(0)
+    sessions = lg.Tokens(padded, mask, lg.tokenize(base, padded).meta)
+    sparse = lg.compress.wanda(base, sessions, sparsity=0.5)
+    with pytest.raises(DataError, match="calibrated on this text"):
+        lg.compression_report(base, sparse, ids[:8], sites=("block",), modes=("propagated",), **QUIET)
+
+
 def test_models_under_two_edits_are_refused(monkeypatch, pair):
     described = lg.models.describe
     edit = {"status": "attached", "settings": {"site": "value"}}

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_writers_made_shorter_err_along_the_update_alone(base, tokens):
     assert values["rtn:bits=2", "perpendicular_error"] > 0.1
 
 
-def test_a_stopped_study_goes_on_and_what_is_there_is_not_made_again(base, tokens, tmp_path, monkeypatch):
+def test_a_stopped_study_goes_on_and_functions_are_known_by_the_weights_they_make(base, tokens, tmp_path, monkeypatch):
     labels = []
 
     def counted(name):
@@ -87,7 +88,7 @@ def test_a_stopped_study_goes_on_and_what_is_there_is_not_made_again(base, token
 
     first = compression_study(base, [counted(TEXTS[0])], tokens, out=tmp_path, **SMALL)
     again = compression_study(base, [counted(text) for text in TEXTS], tokens, out=tmp_path, **SMALL)
-    assert labels == list(TEXTS)
+    assert labels == [TEXTS[0], *TEXTS]
     same = again.table[again.table["variant"] == f"{TEXTS[0]}!"]
     assert same["value"].tolist() == first.table["value"].tolist()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
@@ -95,9 +96,20 @@ def test_a_stopped_study_goes_on_and_what_is_there_is_not_made_again(base, token
         "rtn-bits=4,group_size=64",
     ]
     assert json.loads((tmp_path / "rtn-bits=2" / "meta.json").read_text())["experiment"] == "compression"
-    (tmp_path / "rtn-bits=2" / "meta.json").unlink()  # killed while it was being written
-    compression_study(base, [counted(text) for text in TEXTS], tokens, out=tmp_path, **SMALL)
-    assert labels == [*TEXTS, TEXTS[1]]
+    (tmp_path / "rtn-bits=2" / "table.parquet").write_bytes(b"PAR1")  # damaged
+    with pytest.warns(UserWarning, match="rtn:bits=2! is measured again"):
+        repaired = compression_study(base, [counted(text) for text in TEXTS], tokens, out=tmp_path, **SMALL)
+    assert repaired.table["value"].tolist() == again.table["value"].tolist()
+    other = (f"{TEXTS[1]}!", lambda model: compress(model, "rtn:bits=3"))
+    with pytest.raises(ResultError, match="of other weights"):
+        compression_study(base, [other], tokens, out=tmp_path, **SMALL)
+
+
+def test_what_a_text_says_whole_is_not_made_again(base, tokens, tmp_path, monkeypatch):
+    first = compression_study(base, TEXTS, tokens, out=tmp_path, **SMALL)
+    module = sys.modules["lens_geometry.experiments.study_variants"]
+    monkeypatch.setattr(module, "compress", lambda *_: pytest.fail("it was made again"))
+    assert compression_study(base, TEXTS, tokens, out=tmp_path, **SMALL).table.equals(first.table)
 
 
 def test_a_directory_of_another_study_is_refused(base, tokens, tmp_path):

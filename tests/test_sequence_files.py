@@ -81,6 +81,10 @@ def test_a_prepared_directory_gives_its_held_out_documents(tmp_path):
 
 
 BAD = [
+    ("sign.txt", "+-1 2", "is no integer"),
+    ("long.txt", "1" * 6000 + " 2", "is no integer"),
+    ("deep.jsonl", "[" * 100_000, "the line is no JSON"),
+    ("wide.csv", '"' + "1" * 140_000 + '",2', "the line is no CSV"),
     ("none.jsonl", "", "no sequence"),
     ("none.txt", "\n\n", "no sequence"),
     ("none.npy", np.zeros((0, 4), int), "no sequence"),

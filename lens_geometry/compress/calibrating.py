@@ -23,7 +23,7 @@ from lens_geometry.data import Tokens, tokenize
 from lens_geometry.errors import CompressionError, DataError
 from lens_geometry.provenance import suppression_of
 
-WINDOW = 32  # tokens; fewer only where no sequence is that long
+WINDOW, SHORTEST = 32, 6  # tokens; a calibration sequence between the two is one window, a shorter one is none
 _BATCH = 8
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -119,17 +119,26 @@ def calibration_of(model: Any, data: Any) -> Calibration:
     sequences = tuple(_unpadded(tokens))
     if sum(map(len, sequences)) < 2:
         raise DataError("the calibration text has fewer than two tokens", cure="pass more text")
-    width = min(WINDOW, max(map(len, sequences)))
-    hashes = np.unique(window_hashes(sequences, width))
+    windows = _windows(sequences)
     about = {
         **{key: tokens.meta.get(key) for key in ("text", "source", "licence", "text_sha256", "tokens_sha256")},
         "sequences": len(sequences),
         "tokens": sum(map(len, sequences)),
         "sequence_length": max(map(len, sequences)),
         "prepend_bos": tokens.meta.get("prepend_bos"),
-        "window": width,
+        "window": int(windows[:, 0].max()) if len(windows) else None,
     }
-    return Calibration(sequences, about, np.stack([np.full_like(hashes, width), hashes], 1))
+    return Calibration(sequences, about, windows)
+
+
+def _windows(sequences: Sequence[Tensor]) -> Hashes:
+    """(width, hash) of every window; a sequence shorter than `WINDOW` is one, if it is no mere phrase."""
+    found = [np.empty((0, 2), np.uint64)]
+    for width in sorted({min(WINDOW, len(sequence)) for sequence in sequences if len(sequence) >= SHORTEST}):
+        of_width = [s for s in sequences if len(s) >= width == min(WINDOW, len(s))]
+        hashes = np.unique(window_hashes(of_width, width))
+        found.append(np.stack([np.full_like(hashes, width), hashes], 1))
+    return np.concatenate(found)
 
 
 class Listening:

@@ -29,7 +29,7 @@ def save_compressed(model: Any, directory: str | Path) -> Path:
         ModelError: a model that has no Hugging Face form.
         ResultError: a directory that holds something else, or cannot be written.
     """
-    state, directory = compression_state(model), Path(directory)
+    state, directory = compression_state(model), Path(directory).absolute()
     if state is None:
         raise CompressionError("this model was not compressed here", cure="pass what a method of compress returned")
     taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))

@@ -208,14 +208,17 @@ def _report(
     where: Path | None,
 ) -> tuple[Result | None, dict[str, Any]]:
     """A variant's report, from its directory where it is there; or why there is none, as a row."""
-    known = None if variant.model is None else fingerprint(variant.model)
-    before = None if where is None else _saved(where, variant, known)
-    if before is not None:
-        return before, {}
     shared = {field.name: getattr(settings, field.name) for field in fields(CompressionSettings)}
     try:
-        compressed = variant.make(base, calibration)
+        compressed = None if variant.told else variant.make(base, calibration)  # to know it again by its weights
+        known = None if compressed is None else fingerprint(compressed)
+        before = None if where is None else _saved(where, variant, known)
+        if before is not None:
+            return before, {}
+        compressed = variant.make(base, calibration) if compressed is None else compressed
         report = compression_report(base, compressed, tokens, CompressionSettings(**shared))
+    except ResultError:
+        raise
     except GeometryError as error:
         return None, lost_row(variant.label, variant.family, "nonfinite", str(error))
     except LensGeometryError as error:
@@ -236,7 +239,11 @@ def _saved(where: Path, variant: StudyVariant, known: str | None) -> Result | No
     """What an earlier run left of this variant; None where it left nothing whole."""
     if not (where / "meta.json").exists() or not (where / "table.parquet").exists():
         return None
-    found = Result.load(where)
+    try:
+        found = Result.load(where)
+    except ResultError as error:
+        warnings.warn(f"{variant.label} is measured again: {error}", stacklevel=4)
+        return None
     study = found.meta.get("study") or {}
     if study.get("variant") != variant.label or (known is not None and study.get("fingerprint") != known):
         raise ResultError(

@@ -158,6 +158,16 @@ def _same_tokenizer(one: Any, other: Any) -> bool:
 def calibration_of(compressed: Any, tokens: Tokens) -> dict[str, Any]:
     """What `calibration_overlap` finds, for the result. Raises DataError where the text is the calibration text."""
     found = calibration_overlap(compressed, tokens)
+    record = models.describe(compressed)["compression"] or {}
+    steps = [record, *record.get("steps", ())]
+    texts = {(step.get("calibration") or {}).get("text_sha256") for step in steps} - {None}
+    if not found["known"] and tokens.meta.get("text_sha256") in texts:
+        raise DataError(
+            "the compressed model was calibrated on a text of this name and hash, and these sequences are too short to "
+            "tell whether on the same passages",
+            where=str(tokens.meta["text"]),
+            cure="compare on other text, or on longer sequences",
+        )
     if found["shared"] > MOST_SHARED * found["windows"]:
         raise DataError(
             f"the compressed model was calibrated on this text: {found['shared']} of its {found['windows']} windows of "

@@ -40,7 +40,8 @@ GAINS = (0.9, 0.8, 1.1)
 class StudyVariant:
     """One variant: its label, its kind of compression, and how it is made of the dense model and a calibration text.
 
-    `model` is the compressed model itself, where it was there before.
+    `model` is the compressed model itself, where it was there before; `told` says that the label is all there is to
+    know of how it is made.
     """
 
     label: str
@@ -48,6 +49,7 @@ class StudyVariant:
     make: Callable[[Any, Any], Any]
     calibrated: bool | None = False
     model: Any = None
+    told: bool = False
 
     @property
     def directory(self) -> str:
@@ -147,4 +149,5 @@ def _of_text(variant: Variant) -> StudyVariant:
         variant.family,
         lambda base, calibration: compress(base, variant, calibration),
         variant.calibrated,
+        told=True,
     )
