@@ -287,6 +287,11 @@ def test_what_cannot_be_copied_faithfully_is_refused():
         next(p for n, p in neox.named_parameters() if ".1." in n and ".q." in n and n.endswith("weight")).mul_(2)
     with pytest.raises(ModelError, match="changed after the model was wrapped"):
         compress.round_to_nearest(neox)
+    folded = zoo.build("llama_gqa", fresh=True)
+    with zoo.quiet():
+        folded.enable_compatibility_mode()
+    with pytest.raises(ModelError, match="folded"):
+        compress.round_to_nearest(folded)
     with pytest.raises(ModelError, match="final_layer_norm"):
         compress.round_to_nearest(zoo.build("opt_post_norm"))
     with pytest.raises(ModelError, match="taken into a TransformerBridge"):

@@ -68,6 +68,11 @@ def plain_model(bridge: Any) -> nn.Module:
 
     Raises ModelError where its logits are not the bridge's: weights that were processed, or changed after wrapping.
     """
+    if getattr(bridge, "compatibility_mode", False):
+        raise ModelError(
+            "the weights of this bridge are folded (compatibility mode), and a new one would not know it",
+            cure="compress the model before enable_compatibility_mode",
+        )
     inner = bridge.original_model
     settings = bridge.cfg if type(inner).__name__ == NATIVE else inner.config
     plain = _rebuilt(inner, settings, _weights(inner), {_own_name(inner, n): b for n, b in inner.named_buffers()})
