@@ -28,9 +28,9 @@ LIMIT = 65_536  # characters of a comment on GitHub
 MOST_OFFENDING = 40  # layers listed
 MARKS = {"passed": "✅", "failed": "❌", "no bounds": "📏"}
 PROVENANCE = (
-    "base", "model", "compressed", "compression", "calibration", "data", "settings", "token_mask", "versions",
-    "created", "seconds",
+    "model", "compressed", "calibration", "data", "settings", "token_mask", "versions", "created", "seconds",
 )  # fmt: skip
+LOCAL = (".path", ".source")  # of no use on another machine
 Compared = tuple[Result, Verdict]
 
 
@@ -190,7 +190,7 @@ def _provenance(result: Result, *, several: bool) -> str:
         [code(name, table=True), code(value, table=True)]
         for part in PROVENANCE
         for name, value in _flat(jsonable(result.meta.get(part)), part)
-        if value not in ("", "None")
+        if value not in ("", "None") and not name.endswith(LOCAL)
     ]
     name = re.sub(r"[^\w ./:-]", "·", " ".join(compressed_name(result).split()))  # read as HTML there, not as Markdown
     title = f"Provenance{f' of {name}' if several else ''}"

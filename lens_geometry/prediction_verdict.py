@@ -14,6 +14,7 @@ import pandas as pd
 
 from lens_geometry.axes import interval, require
 
+FEWEST = 12  # variants; the order of fewer is mostly that of their kinds
 MARGIN = 0.05  # a rank correlation that is higher by less than this is not better in any way that matters
 VERDICTS = {
     "better": "predicts better than the whole error",
@@ -29,9 +30,12 @@ def verdict(row: Mapping[str, Any]) -> str:
     """A key of `VERDICTS`, from a difference of rank correlations: that of the perpendicular part less the whole's.
 
     "better" where the interval and the value without any one family are all above 0, "worse" where all are below,
-    "not_better" where none of them reaches `MARGIN`, else "open". Without an interval: "open".
+    "not_better" where none of them reaches `MARGIN`, else "open". Without an interval, or over fewer than `FEWEST`
+    variants: "open".
     """
     low, high = float(row["low"]), float(row["high"])
+    if row.get("question") == "variants" and row["n"] < FEWEST:
+        return "open"
     if not (math.isfinite(low) and math.isfinite(high)):
         return "open"
     ends = [float(row[name]) for name in ("family_low", "family_high")]

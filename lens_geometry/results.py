@@ -21,6 +21,7 @@ import plotly.graph_objects as go
 from lens_geometry import plots
 from lens_geometry.errors import ResultError
 
+VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'  # phones lay out 980 px without it
 RESULT_FILES = ("table.parquet", "table.csv", "meta.json", "figure.html")
 PACKAGES = ("lens-geometry", "torch", "transformer-lens", "transformers", "numpy", "pandas", "scipy")
 
@@ -55,7 +56,8 @@ class Result:
             replace_file(where / "table.csv", lambda path: self.table.to_csv(path, index=False))
             replace_file(where / "meta.json", lambda path: path.write_text(self._meta_json(), encoding="utf-8"))
             figure = self.plot()
-            replace_file(where / "figure.html", lambda path: figure.write_html(path, include_plotlyjs=True))
+            page = figure.to_html(include_plotlyjs=True).replace("<head>", f"<head>{VIEWPORT}", 1)
+            replace_file(where / "figure.html", lambda path: path.write_text(page, encoding="utf-8"))
         except OSError as error:
             raise ResultError(
                 f"the result could not be written ({error.strerror or error})",

@@ -97,7 +97,8 @@ def require_counterparts(base: Any, compressed: Any, sites: Sequence[str]) -> No
             f"the base is in {about['dtype']} and the compressed model in {other['dtype']}: rounding would be taken "
             "for an error of compression",
             where=f"{about['name']} and {other['name']}",
-            cure="load both in one dtype, load_model(..., dtype='float32')",
+            cure="load both in one dtype: load_model(..., dtype='float32'), or from_pretrained(..., dtype=...) of a "
+            "plain model before it is wrapped",
         )
     for layer in range(ours.n_layers):
         for hook, (one, another) in _shapes(ours, theirs, layer, sites).items():
@@ -161,12 +162,11 @@ def calibration_of(compressed: Any, tokens: Tokens) -> dict[str, Any]:
     record = models.describe(compressed)["compression"] or {}
     steps = [record, *record.get("steps", ())]
     texts = {(step.get("calibration") or {}).get("text_sha256") for step in steps} - {None}
-    if not found["known"] and tokens.meta.get("text_sha256") in texts:
+    if tokens.meta.get("text_sha256") in texts:
         raise DataError(
-            "the compressed model was calibrated on a text of this name and hash, and these sequences are too short to "
-            "tell whether on the same passages",
+            "the compressed model was calibrated on this text",
             where=str(tokens.meta["text"]),
-            cure="compare on other text, or on longer sequences",
+            cure="compare on other text, or calibrate on other text; its other passages are by the same hand",
         )
     if found["shared"] > MOST_SHARED * found["windows"]:
         raise DataError(
