@@ -385,7 +385,7 @@ def test_text_that_the_compressed_model_was_calibrated_on_is_refused():
     calibrated = lg.tokenize(base, text, sequence_length=64, max_sequences=4)
     sparse = lg.compress.wanda(base, calibrated, sparsity=0.5)
     short = {"sites": ("block",), "modes": ("propagated",), **QUIET}
-    with pytest.raises(DataError, match=r"calibrated on this text: 33 of its 33 windows"):
+    with pytest.raises(DataError, match="the compressed model was calibrated on this text"):
         lg.compression_report(base, sparse, calibrated.take(slice(1, 2)), **short)
     other = lg.load_text("moby-dick", max_characters=4000)
     result = lg.compression_report(base, sparse, other, max_sequences=2, sequence_length=64, **short)

@@ -165,7 +165,6 @@ def test_markdown_has_the_whole_model_with_intervals_and_the_worst_layers_of_eac
         "attn", "local", "0.408 [0.367, 0.449]", "0.119 [0.107, 0.131]", "92.2 [82.9, 101.4] %",
         "5 (0.528), 4 (0.480), 3 (0.432)",
     ]  # fmt: skip
-    assert whole["`compression.settings.group_size`"] == "`64`"
     assert "- site value was left out of layer \\| 3" in markdown
 
 

@@ -124,7 +124,7 @@ def test_lost_variants_are_left_out_named_and_counted():
 
 
 def test_a_tie_of_all_orders_cannot_be_told_apart():
-    made = {f"rtn:bits={n}": report([0.1 * n], [0.01 * n], 0.1 * n) for n in range(1, 9)}
+    made = {f"rtn:bits={n}": report([0.1 * n], [0.01 * n], 0.1 * n) for n in range(1, 14)}
     with pytest.warns(UserWarning, match="all variants are of one family"):
         found = error_prediction(made, **FEW)
     partial = row_of(found, kind="partial", predictor="perpendicular_error", given="error")
@@ -148,3 +148,10 @@ def test_what_is_no_study_is_refused():
         error_prediction(list(reports(n=6).values()))
     with pytest.raises(ResultError, match="lacks the column"):
         error_prediction(Result("compression_study", pd.DataFrame({"variant": ["a"]})))
+
+
+def test_a_handful_of_variants_has_no_verdict():
+    row = {"value": 0.0, "low": -0.02, "high": 0.03, "family_low": -0.01, "family_high": 0.04, "question": "variants"}
+    assert verdict({**row, "n": 11}) == "open"
+    assert verdict({**row, "n": 12}) == "not_better"
+    assert verdict({**row, "question": "layers", "n": 4}) == "not_better"
