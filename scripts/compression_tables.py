@@ -95,7 +95,8 @@ def predictions(found: Result, question: str) -> None:
         show(["rank correlation with the change of loss", *sites], body)
         print()
     for sentence in found.meta["verdicts"]:
-        print(f"{sentence}\n")
+        if ("of one layer alone" in sentence) == (question == "layers"):
+            print(f"{sentence}\n")
 
 
 def study(place: Path) -> None:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from compressed_tables import report, reports, study
 from scipy import stats
+from study_tables import report, reports, study
 
 from lens_geometry.errors import DataError, ResultError
 from lens_geometry.experiments.error_prediction import error_prediction

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from compressed_tables import report, study
+from study_tables import report, study
 
 from lens_geometry import cli
 from lens_geometry.axes import SymlogAxis, symlog
